@@ -1,0 +1,1 @@
+"""The `kvrt` command line: parse, call kvrt, print."""

@@ -1,0 +1,5 @@
+"""CUDA sources (.cu, .cuh), compiled at run time by NVRTC."""
+
+from pathlib import Path
+
+SOURCE_DIR = Path(__file__).resolve().parent
