@@ -1,0 +1,1 @@
+"""What the tests share: tiny models, float64 references, tolerances, NaN-safe comparison."""
