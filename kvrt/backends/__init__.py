@@ -1,0 +1,26 @@
+"""Backends: operations on plain arrays, a page layout and a view of the cache."""
+
+from ..errors import UnsupportedError
+from .ops import Ops
+
+DEVICES = ("cpu",)
+
+
+def get_ops(device: str = "cpu", threads: int | None = None) -> Ops:
+    """The operations of a device.
+
+    Raises UnsupportedError for a device that this version cannot use, UsageError for a bad thread
+    count, KernelError where the kernels cannot be compiled.
+    """
+    check_device(device)
+    from .cpu import CpuOps
+
+    return CpuOps(threads)
+
+
+def check_device(device: str) -> None:
+    """Raise UnsupportedError unless the device can be used."""
+    if device not in DEVICES:
+        raise UnsupportedError(
+            f"device {device!r} is not supported by this version; what works: {', '.join(DEVICES)}"
+        )

@@ -1,0 +1,291 @@
+"""The CPU backend: compiled kernels for decode and the cache, BLAS for prefill."""
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from ..errors import KernelError, UsageError
+from .cpu_math import BF16, F16, F32
+from .native import Kernels
+from .ops import PAGE_TOKENS, Linear, Matrix, PageView
+
+KINDS = {np.dtype(np.float32): F32, np.dtype(np.float16): F16, np.dtype(ml_dtypes.bfloat16): BF16}
+
+_GEMV_ROWS = 4
+"""Up to so many tokens, reading weights once per token costs less than widening them."""
+
+_WIDEN_ELEMENTS = 1 << 20
+"""Weights are widened for BLAS in blocks of so many elements (4 MiB)."""
+
+_SCORE_ELEMENTS = 1 << 20
+"""Prefill attention holds so many scores at once (4 MiB)."""
+
+_FEW_ROWS = 8
+"""Row-wise kernels on fewer rows run on the calling thread."""
+
+
+class Tensor(np.ndarray):
+    """A NumPy array that remembers its address."""
+
+    @cached_property
+    def address(self) -> int:
+        return self.ctypes.data
+
+
+def available_threads() -> int:
+    """Processors this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _at(array: np.ndarray) -> int:
+    return array.address if isinstance(array, Tensor) else array.ctypes.data
+
+
+class CpuOps:
+    """`Ops` on NumPy arrays. See the protocol for shapes."""
+
+    name = "cpu"
+
+    def __init__(self, threads: int | None = None):
+        """Load the kernels, compiling them at first use.
+
+        Raises UsageError for a thread count below 1, KernelError where compilation fails.
+        """
+        if threads is not None and threads < 1:
+            raise UsageError(f"threads must be at least 1, got {threads}")
+        self.threads = threads or available_threads()
+        self.kernels = Kernels(self.threads)
+        self._blas = threadpool_limits(self.threads, "blas")
+        self._widened = self.empty((_WIDEN_ELEMENTS,))
+        self._scratch = self.empty((0,))
+        self._partials = self.empty((0,))
+        self._scores = self.empty((0,))
+
+    @cached_property
+    def device_name(self) -> str:
+        return f"CPU, {self.threads} thread{'s' if self.threads > 1 else ''}"
+
+    # Arrays
+
+    def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Tensor:
+        return np.empty(shape, dtype).view(Tensor)
+
+    def to_device(self, array: np.ndarray) -> Tensor:
+        return np.ascontiguousarray(array).view(Tensor)
+
+    def to_host(self, array: np.ndarray) -> np.ndarray:
+        return np.asarray(array)
+
+    def address(self, array: np.ndarray) -> int:
+        return _at(array)
+
+    def matrix(self, array: np.ndarray) -> Matrix:
+        if array.ndim != 2 or not array.flags.c_contiguous or array.dtype not in KINDS:
+            raise KernelError(
+                f"a weight matrix must be (rows, cols), contiguous, f32, f16 or bf16; "
+                f"got {array.shape} {array.dtype}"
+            )
+        kind = KINDS[array.dtype]
+        return Matrix(array, array.ctypes.data, kind, *array.shape)
+
+    # Decoder
+
+    def embed(self, table: Matrix, token_ids: np.ndarray) -> Tensor:
+        ids = np.ascontiguousarray(token_ids, np.int64)  # (n,)
+        out = self.empty((len(ids), table.cols))
+        self.kernels.embed(
+            len(ids), _FEW_ROWS, _at(ids), table.address, table.kind, table.cols, out.address
+        )
+        return out
+
+    def rmsnorm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        size = x.shape[-1]
+        if weight.shape != (size,) or out.shape != x.shape:
+            raise KernelError(f"rmsnorm: x {x.shape}, weight {weight.shape}, out {out.shape}")
+        self.kernels.rmsnorm(x.size // size, _FEW_ROWS, _at(x), _at(weight), size, eps, _at(out))
+
+    def linear(
+        self, x: Tensor, layers: Sequence[Linear], outs: Sequence[Tensor], add: bool = False
+    ) -> None:
+        n, cols = x.shape
+        for layer, out in zip(layers, outs, strict=True):
+            if layer.weight.cols != cols or out.shape != (n, layer.weight.rows):
+                raise KernelError(
+                    f"linear: x {x.shape}, weight ({layer.weight.rows}, {layer.weight.cols}), "
+                    f"out {out.shape}"
+                )
+        if n > _GEMV_ROWS:
+            for layer, out in zip(layers, outs, strict=True):
+                self._matmul(x, layer, out, add)
+            return
+        kind = layers[0].weight.kind
+        if any(layer.weight.kind != kind for layer in layers):
+            for layer, out in zip(layers, outs, strict=True):
+                self.linear(x, (layer,), (out,), add)
+            return
+        arguments: list[int] = []
+        rows = 0
+        for layer, out in zip(layers, outs, strict=True):
+            bias = 0 if layer.bias is None else _at(layer.bias)
+            arguments += (layer.weight.address, layer.weight.rows, bias, _at(out))
+            rows += layer.weight.rows
+        arguments += [0] * (12 - len(arguments))
+        self.kernels.linear(rows, self._grain(rows), _at(x), n, cols, kind, int(add), *arguments)
+
+    def linear_add(self, x: Tensor, layer: Linear, out: Tensor) -> None:
+        self.linear(x, (layer,), (out,), add=True)
+
+    def swiglu(self, x: Tensor, gate: Linear, up: Linear, out: Tensor) -> None:
+        n, rows = x.shape[0], gate.weight.rows
+        if n > _GEMV_ROWS or gate.weight.kind != up.weight.kind:
+            raised = self.empty((n, rows))
+            self.linear(x, (gate,), (out,))
+            self.linear(x, (up,), (raised,))
+            self.kernels.silu_mul(n, _FEW_ROWS, _at(out), raised.address, rows)
+            return
+        self.kernels.swiglu(
+            rows, self._grain(rows), _at(x), n, x.shape[1], gate.weight.kind, rows,
+            gate.weight.address, 0 if gate.bias is None else _at(gate.bias),
+            up.weight.address, 0 if up.bias is None else _at(up.bias), _at(out),
+        )  # fmt: skip
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        n, heads, dim = x.shape
+        if cos.shape != (n, dim // 2) or sin.shape != cos.shape:
+            raise KernelError(f"rope: x {x.shape}, cos {cos.shape}, sin {sin.shape}")
+        self.kernels.rope(n, _FEW_ROWS, _at(x), heads, dim, _at(cos), _at(sin))
+
+    def _grain(self, rows: int) -> int:
+        """Rows of a chunk: enough chunks to even out the threads, few enough to stay cheap."""
+        return max(rows // (8 * self.threads), 8)
+
+    def _matmul(self, x: Tensor, layer: Linear, out: Tensor, add: bool) -> None:
+        weight = layer.weight
+        step = max(_WIDEN_ELEMENTS // weight.cols, 1)
+        if weight.cols > self._widened.size:
+            self._widened = self.empty((weight.cols,))
+        itemsize = 4 if weight.kind == F32 else 2
+        for start in range(0, weight.rows, step):
+            rows = min(step, weight.rows - start)
+            block = self._widened[: rows * weight.cols].reshape(rows, weight.cols)
+            self.kernels.widen(
+                rows, _FEW_ROWS, weight.address + start * weight.cols * itemsize,
+                weight.kind, weight.cols, self._widened.address,
+            )  # fmt: skip
+            part = out[:, start : start + rows]  # (n, rows)
+            if add:
+                part += x @ block.T
+            else:
+                np.matmul(x, block.T, out=part)
+            if layer.bias is not None:
+                part += layer.bias[start : start + rows]
+
+    # Attention
+
+    def attend_causal(
+        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+    ) -> None:
+        n, heads, dim = q.shape
+        total, kv_heads, _ = keys.shape
+        group = heads // kv_heads
+        first = total - n
+        step = int(min(max(_SCORE_ELEMENTS // total, 16), 256))
+        if self._scores.size < step * total:
+            self._scores = self.empty((step * total,))
+        for start in range(0, n, step):
+            count = min(step, n - start)
+            seen = first + start + count
+            low = 0 if window is None else max(first + start - window + 1, 0)
+            scores = self._scores[: count * (seen - low)].reshape(count, seen - low)
+            for head in range(heads):
+                queries = q[start : start + count, head]  # (count, dim)
+                np.matmul(queries, keys[low:seen, head // group].T, out=scores)
+                self.kernels.softmax_causal(
+                    count, _FEW_ROWS, self._scores.address, seen - low, scale,
+                    first + start, low, window or 0,
+                )  # fmt: skip
+                np.matmul(scores, values[low:seen, head // group], out=queries)
+
+    def attend(
+        self, q: Tensor, view: PageView, scale: float, window: int | None, out: Tensor
+    ) -> None:
+        heads, dim = q.shape
+        kv_heads = view.num_kv_heads
+        group = heads // kv_heads
+        if dim != view.head_dim or group * kv_heads != heads or out.shape != q.shape:
+            raise KernelError(
+                f"attend: q {q.shape}, out {out.shape}, cache ({kv_heads} heads, {view.head_dim})"
+            )
+        blocks = view.pages + -(-(view.sinks + view.tail_tokens) // PAGE_TOKENS)
+        splits = 1 if self.threads == 1 else max(1, min(blocks, 8 * self.threads // kv_heads))
+        items = kv_heads * splits
+        scratch = self._thread_scratch(PAGE_TOKENS * (dim + group))
+        states = items * group * (dim + 2)
+        if self._partials.size < states:
+            self._partials = self.empty((states,))
+        partials = self._partials.address
+        sums = partials + items * group * dim * 4
+        tokens = view.sinks + view.pages * PAGE_TOKENS + view.tail_tokens
+        first = 0 if window is None else max(tokens - window, 0)
+        run = getattr(self.kernels, f"attend_{view.kernels}")
+        run(
+            items, 1, _at(q), group, dim, scale, splits, scratch, partials, sums,
+            view.sink_keys_address, view.sink_values_address, view.sinks, view.sink_rows,
+            view.table_address, view.pages, view.layer_offset, view.run_bytes,
+            view.settings_address, view.tail_keys_address, view.tail_values_address,
+            view.pages * PAGE_TOKENS % view.tail_rows, view.tail_tokens, view.tail_rows,
+            view.key_kind, view.value_kind, first,
+        )  # fmt: skip
+        self.kernels.combine(heads, heads, partials, sums, splits, group, dim, _at(out))
+
+    def _thread_scratch(self, floats: int) -> int:
+        """The address of so many floats for each thread."""
+        if self._scratch.size < floats * self.threads:
+            self._scratch = self.empty((floats * self.threads,))
+        return self._scratch.address
+
+    # Cache
+
+    def append(self, source: Tensor, kind: int, target: int, rows: int, slot: int) -> None:
+        n, heads, dim = source.shape
+        self.kernels.append(n, _FEW_ROWS, _at(source), heads, dim, kind, target, rows, slot)
+
+    def recall(self, source: int, kind: int, rows: int, slot: int, out: Tensor) -> None:
+        n, heads, dim = out.shape
+        self.kernels.recall(n, _FEW_ROWS, source, rows, slot, kind, heads, dim, _at(out))
+
+    def seal(
+        self,
+        view: PageView,
+        first_page: int,
+        count: int,
+        new: tuple[Tensor, Tensor] | None,
+        new_start: int,
+    ) -> None:
+        keys, values = (0, 0) if new is None else (_at(new[0]), _at(new[1]))
+        tokens = 0 if new is None else len(new[0])
+        run = getattr(self.kernels, f"seal_{view.kernels}")
+        run(
+            count * view.num_kv_heads, 1, view.table_address, first_page, view.layer_offset,
+            view.run_bytes, view.settings_address, view.num_kv_heads, view.head_dim,
+            view.sink_rows, view.tail_rows, self._thread_scratch(PAGE_TOKENS * view.head_dim),
+            view.key_kind, view.tail_keys_address, keys,
+            view.value_kind, view.tail_values_address, values, new_start, tokens,
+        )  # fmt: skip
+
+    def gather(
+        self, view: PageView, first_page: int, count: int, keys: Tensor, values: Tensor
+    ) -> None:
+        run = getattr(self.kernels, f"gather_{view.kernels}")
+        run(
+            count * view.num_kv_heads, 1, view.table_address, first_page, view.layer_offset,
+            view.run_bytes, view.settings_address, view.num_kv_heads, view.head_dim,
+            self._thread_scratch(PAGE_TOKENS * view.head_dim), _at(keys), _at(values),
+        )  # fmt: skip

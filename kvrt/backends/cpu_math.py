@@ -1,0 +1,98 @@
+"""Scalar and vector arithmetic that the CPU kernels share."""
+
+import numpy as np
+
+from . import jit
+
+F32, F16, BF16 = 0, 1, 2
+"""How 16- and 32-bit floats are told apart inside kernels (`kind` arguments)."""
+
+
+@jit.exact
+def exp(x):
+    """e**x in float32 within 2 units in the last place; 0 below -87 (Cephes expf's reduction)."""
+    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    n = np.floor(x * np.float32(1.44269504088896341) + np.float32(0.5))
+    r = x - n * np.float32(0.693359375)
+    r = r + n * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1.0)
+    return p * jit.bits_to_float(np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)))
+
+
+@jit.exact
+def bfloat_to_float(bits):
+    return jit.bits_to_float(np.uint32(bits) << np.uint32(16))
+
+
+@jit.exact
+def float_to_bfloat(x):
+    """bfloat16 bits, round to nearest even; NaN stays NaN."""
+    bits = jit.float_to_bits(x)
+    if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
+        return np.uint16((bits >> np.uint32(16)) | np.uint32(0x40))
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return np.uint16(rounded >> np.uint32(16))
+
+
+@jit.device
+def load_rows(address, kind, rows, cols, out):
+    """Widen `rows * cols` stored floats at `address` into out[:rows, :cols] (float32)."""
+    if kind == F32:
+        full = jit.array(address, (rows, cols), np.float32)
+        for i in range(rows):
+            for j in range(cols):
+                out[i, j] = full[i, j]
+    elif kind == F16:
+        half = jit.array(address, (rows, cols), np.uint16)
+        for i in range(rows):
+            for j in range(cols):
+                out[i, j] = jit.half_to_float(half[i, j])
+    else:
+        brain = jit.array(address, (rows, cols), np.uint16)
+        for i in range(rows):
+            for j in range(cols):
+                out[i, j] = bfloat_to_float(brain[i, j])
+
+
+@jit.device
+def store_row(row, kind, address):
+    """Narrow one float32 row to stored floats at `address`, round to nearest even."""
+    cols = row.shape[0]
+    if kind == F32:
+        full = jit.array(address, (cols,), np.float32)
+        for j in range(cols):
+            full[j] = row[j]
+    elif kind == F16:
+        half = jit.array(address, (cols,), np.uint16)
+        for j in range(cols):
+            half[j] = jit.float_to_half(row[j])
+    else:
+        brain = jit.array(address, (cols,), np.uint16)
+        for j in range(cols):
+            brain[j] = float_to_bfloat(row[j])
+
+
+@jit.device
+def dot(address, kind, x):
+    """The dot product of a stored row at `address` and a float32 vector."""
+    n = x.shape[0]
+    total = np.float32(0.0)
+    if kind == F32:
+        full = jit.array(address, (n,), np.float32)
+        for j in range(n):
+            total += full[j] * x[j]
+    elif kind == F16:
+        half = jit.array(address, (n,), np.uint16)
+        for j in range(n):
+            total += jit.half_to_float(half[j]) * x[j]
+    else:
+        brain = jit.array(address, (n,), np.uint16)
+        for j in range(n):
+            total += bfloat_to_float(brain[j]) * x[j]
+    return total

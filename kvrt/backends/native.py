@@ -1,0 +1,228 @@
+"""The compiled CPU kernels: load them, or have them built; launch them on all threads.
+
+A launch fills one block of 64-bit slots (a header, then the kernel's arguments) and runs the
+kernel's entry point on every thread; the threads take chunks of work items from a shared counter
+in that block. The threads come from the OpenMP run-time library (`GOMP_parallel`, about 2 us a
+launch) where there is one, otherwise from Python's.
+"""
+
+import ctypes
+import hashlib
+import json
+import logging
+import os
+import platform
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import paths
+from ..errors import KernelError, StorageError
+
+log = logging.getLogger(__name__)
+
+HEADER_SLOTS = 4
+"""Slots before the arguments: next item, next thread number, number of items, chunk size."""
+
+KERNEL_MODULES = (
+    "kvrt.backends.cpu_kernels",
+    "kvrt.backends.cpu_attn",
+    "kvrt.kvstore.codecs.dense",
+)
+"""Modules whose import registers kernels; a codec joins by its line here."""
+
+Manifest = dict[str, list[str]]
+
+
+def linker() -> list[str] | None:
+    """The command that links a shared library, or None."""
+    for name in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
+        if name and shutil.which(name):
+            return [name]
+    return None
+
+
+def _processor() -> str:
+    """What identifies this processor's instruction set."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+
+
+def library_name() -> str:
+    """The file name, without ending, of the library of these sources on this processor."""
+    package = Path(__file__).resolve().parent
+    digest = hashlib.sha256(_processor().encode())
+    for source in sorted([*package.glob("*.py"), *(package.parent / "kvstore").rglob("*.py")]):
+        digest.update(source.read_bytes())
+    return f"cpu-{digest.hexdigest()[:16]}"
+
+
+def _find(folder: Path) -> tuple[Path, Manifest] | None:
+    """The built library in a folder and its manifest, if both are there."""
+    listing = folder / f"{library_name()}.json"
+    try:
+        manifest = json.loads(listing.read_text())
+    except (OSError, ValueError):
+        return None
+    for ending in (".so", ".o"):
+        library = listing.with_suffix(ending)
+        if library.is_file():
+            return library, manifest
+    return None
+
+
+def _build(folder: Path) -> tuple[Path, Manifest]:
+    """Compile in a process of its own, so that the compiler's memory goes with it."""
+    log.warning("compiling the CPU kernels, once for this version (about 20 s)")
+    command = [sys.executable, "-m", "kvrt.backends.build", str(folder / library_name())]
+    root = str(Path(__file__).resolve().parents[2])
+    search = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": search}
+    )
+    found = _find(folder)
+    if done.returncode or found is None:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise KernelError(f"compiling the CPU kernels failed: {reason}")
+    return found
+
+
+def _load(library: Path, manifest: Manifest) -> tuple[dict[str, int], Any]:
+    """Entry addresses by kernel name, and the object that keeps them valid."""
+    if library.suffix == ".so":
+        try:
+            shared = ctypes.CDLL(str(library))
+        except OSError as error:
+            raise KernelError(f"the kernel library cannot be loaded: {error}") from None
+        return {
+            name: ctypes.cast(getattr(shared, f"kvrt_{name}"), ctypes.c_void_p).value or 0
+            for name in manifest
+        }, shared
+    # No C compiler on this machine: LLVM links the object code, at the price of its memory.
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_default_triple().create_target_machine()
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(library.read_bytes()))
+    engine.finalize_object()
+    return {name: engine.get_function_address(f"kvrt_{name}") for name in manifest}, engine
+
+
+class Kernel:
+    """One compiled kernel, called with (items, grain, *arguments). Not to be shared by threads."""
+
+    def __init__(self, name: str, entry: int, kinds: list[str], run: "Team"):
+        self.name = name
+        self._entry = entry
+        self._kinds = kinds
+        self._run = run
+        codes = "".join("d" if kind == "real" else "q" for kind in kinds)
+        self._pack = struct.Struct(f"=4q{codes}").pack_into
+        slots = np.zeros(HEADER_SLOTS + len(kinds), np.int64)
+        self._buffer = memoryview(slots).cast("B")
+        self._address = slots.ctypes.data
+
+    def __call__(self, items: int, grain: int, *arguments: Any) -> None:
+        """Do `items` work items in chunks of `grain`; arrays are passed by their address.
+
+        Raises KernelError where the arguments do not fit the kernel's parameters.
+        """
+        try:
+            self._pack(self._buffer, 0, 0, 0, items, grain, *arguments)
+        except struct.error as error:
+            raise KernelError(
+                f"kernel {self.name}: got {arguments}, expected {self._kinds}: {error}"
+            ) from None
+        self._run(self._entry, self._address, items > grain)
+
+
+class Team:
+    """Runs a kernel's entry point on a number of threads at once."""
+
+    def __init__(self, threads: int):
+        self.threads = threads
+        self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+        self._entries: dict[int, Any] = {}
+        self._parallel: Any = None
+        self._pool: ThreadPoolExecutor | None = None
+        if threads > 1:
+            self._parallel = _openmp()
+            if self._parallel is None:
+                self._pool = ThreadPoolExecutor(threads - 1, "kvrt")
+
+    @property
+    def kind(self) -> str:
+        """Where the threads come from: "openmp", "python" or "single"."""
+        if self.threads == 1:
+            return "single"
+        return "openmp" if self._parallel is not None else "python"
+
+    def __call__(self, entry: int, slots: int, parallel: bool) -> None:
+        """Run the entry point on the slots; on the calling thread alone if not `parallel`."""
+        if parallel and self._parallel is not None:
+            self._parallel(entry, slots, self.threads, 0)
+            return
+        function = self._entries.get(entry)
+        if function is None:
+            function = self._entries[entry] = self._call(entry)
+        if parallel and self._pool is not None:
+            others = [self._pool.submit(function, slots) for _ in range(self.threads - 1)]
+            function(slots)
+            for other in others:
+                other.result()
+        else:
+            function(slots)
+
+
+def _openmp() -> Any:
+    """`GOMP_parallel(function, data, threads, flags)` of the OpenMP run-time library, or None."""
+    for name in ("libgomp.so.1", "libomp.so", "libomp.dylib"):
+        try:
+            function = ctypes.CDLL(name).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        function.restype = None
+        return function
+    return None
+
+
+class Kernels:
+    """All CPU kernels, as attributes. Each instance has its own argument slots."""
+
+    def __init__(self, threads: int):
+        found = _find(paths.kernels_dir())
+        if found is None:
+            try:
+                paths.kernels_dir().mkdir(parents=True, exist_ok=True)
+                found = _build(paths.kernels_dir())
+            except OSError as error:
+                raise StorageError(f"cannot keep compiled kernels: {error}") from None
+        library, manifest = found
+        entries, self._keep = _load(library, manifest)
+        self.library = library
+        self.team = Team(threads)
+        self._kernels = {
+            name: Kernel(name, entries[name], kinds, self.team) for name, kinds in manifest.items()
+        }
+
+    def __getattr__(self, name: str) -> Kernel:
+        try:
+            kernel = self._kernels[name]
+        except KeyError:
+            raise AttributeError(f"no CPU kernel named {name}") from None
+        setattr(self, name, kernel)
+        return kernel

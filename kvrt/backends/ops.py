@@ -1,0 +1,152 @@
+"""`Ops`: what a backend offers. Arrays, a view of the cache and plain numbers go in and out.
+
+Activations are float32, row-major, one row a token. A backend knows no model and owns no cache.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+PAGE_TOKENS = 64
+"""Tokens of a page."""
+
+Array = Any
+"""An array of the backend: NumPy's or CuPy's."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight matrix where the backend wants it: (rows, cols) f32, f16 or bf16."""
+
+    array: Array
+    address: int
+    kind: int
+    rows: int
+    cols: int
+
+
+@dataclass(frozen=True)
+class Linear:
+    """y = x @ weight.T + bias; bias (rows,) f32 or None."""
+
+    weight: Matrix
+    bias: Array | None = None
+
+
+class PageView(Protocol):
+    """What attention may see of one layer of a store. See `kvrt.kvstore.view.LayerView`."""
+
+    kernels: str
+    key_kind: int
+    value_kind: int
+    num_kv_heads: int
+    head_dim: int
+    sink_rows: int
+    tail_rows: int
+    layer_offset: int
+    run_bytes: int
+    settings_address: int
+    sink_keys_address: int
+    sink_values_address: int
+    tail_keys_address: int
+    tail_values_address: int
+
+    @property
+    def table_address(self) -> int: ...
+    @property
+    def sinks(self) -> int: ...
+    @property
+    def pages(self) -> int: ...
+    @property
+    def tail_tokens(self) -> int: ...
+
+
+class Ops(Protocol):
+    """One backend on one device. Used by one thread at a time."""
+
+    name: str
+    device_name: str
+    threads: int
+
+    def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
+        """An array with undefined contents."""
+        ...
+
+    def to_device(self, array: np.ndarray) -> Array: ...
+    def to_host(self, array: Array) -> np.ndarray: ...
+    def address(self, array: Array) -> int:
+        """The 64-bit address of an array's first element."""
+        ...
+
+    def matrix(self, array: np.ndarray) -> Matrix:
+        """Make a weight matrix usable; kept in its stored type."""
+        ...
+
+    def embed(self, table: Matrix, token_ids: np.ndarray) -> Array:
+        """Rows of the table: (n,) i64 -> (n, cols) f32."""
+        ...
+
+    def rmsnorm(self, x: Array, weight: Array, eps: float, out: Array) -> None:
+        """out = x / rms(x) * weight over the last axis; out may be x."""
+        ...
+
+    def linear(self, x: Array, layers: Sequence[Linear], outs: Sequence[Array]) -> None:
+        """outs[i] (n, rows_i) = layers[i](x) for up to three layers of one input (n, cols)."""
+        ...
+
+    def linear_add(self, x: Array, layer: Linear, out: Array) -> None:
+        """out (n, rows) += layer(x)."""
+        ...
+
+    def swiglu(self, x: Array, gate: Linear, up: Linear, out: Array) -> None:
+        """out (n, rows) = silu(gate(x)) * up(x) (Shazeer 2020)."""
+        ...
+
+    def rope(self, x: Array, cos: Array, sin: Array) -> None:
+        """Rotate x (n, heads, head_dim) in place, pairs (i, i + head_dim/2); cos, sin (n, .../2)."""
+        ...
+
+    def attend_causal(
+        self, q: Array, keys: Array, values: Array, scale: float, window: int | None
+    ) -> None:
+        """Causal attention of the newest tokens, in place of q.
+
+        q (n, heads, head_dim) belongs to the last n of keys, values (m, kv_heads, head_dim).
+        """
+        ...
+
+    def attend(
+        self, q: Array, view: PageView, scale: float, window: int | None, out: Array
+    ) -> None:
+        """Attention of one token over everything in the view: q, out (heads, head_dim)."""
+        ...
+
+    def append(self, source: Array, kind: int, target: int, rows: int, slot: int) -> None:
+        """Store source (n, kv_heads, head_dim) in the ring (kv_heads, rows, head_dim) at target."""
+        ...
+
+    def recall(self, source: int, kind: int, rows: int, slot: int, out: Array) -> None:
+        """out (n, kv_heads, head_dim) f32 = ring slots slot, slot + 1, ... at source."""
+        ...
+
+    def seal(
+        self,
+        view: PageView,
+        first_page: int,
+        count: int,
+        new: tuple[Array, Array] | None,
+        new_start: int,
+    ) -> None:
+        """Encode pages first_page .. first_page + count - 1 of a layer.
+
+        Tokens before position new_start come from the tail, later ones from new (K, V).
+        """
+        ...
+
+    def gather(
+        self, view: PageView, first_page: int, count: int, keys: Array, values: Array
+    ) -> None:
+        """keys, values (count * 64, kv_heads, head_dim) f32 = decoded pages."""
+        ...

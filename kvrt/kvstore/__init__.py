@@ -1,0 +1,19 @@
+"""The cache: formats, pages and the store. It knows no model."""
+
+from .layout import Geometry, PageLayout
+from .spec import PRESETS, KVSpec
+from .stats import StoreStats, bits_per_element, bytes_per_token, estimate, fixed_bytes
+from .store import KVStore
+
+__all__ = [
+    "PRESETS",
+    "Geometry",
+    "KVSpec",
+    "KVStore",
+    "PageLayout",
+    "StoreStats",
+    "bits_per_element",
+    "bytes_per_token",
+    "estimate",
+    "fixed_bytes",
+]

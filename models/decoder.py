@@ -1,0 +1,236 @@
+"""The one decoder of the Llama family: embed, attention, MLP, norm, head. Weights only, no cache.
+
+Prefill is layer-major: one layer over all tokens, with that layer's exact K and V in one scratch
+buffer, then the layer goes into the store. Decode is step-major: one token through all layers,
+reading the store's pages where they lie.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..backends.ops import Linear, Ops
+from ..config import ModelConfig
+from ..errors import CodecError, UsageError
+from ..kvstore import Geometry, KVStore
+
+CHUNK_TOKENS = 512
+"""Projections and MLP run over so many tokens at a time, which bounds activations."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights of one layer. Norm gains and biases are f32, matrices as stored."""
+
+    input_norm: Any  # (hidden_size,) f32
+    q: Linear
+    k: Linear
+    v: Linear
+    q_norm: Any | None  # (head_dim,) f32
+    k_norm: Any | None  # (head_dim,) f32
+    o: Linear
+    mlp_norm: Any  # (hidden_size,) f32
+    gate: Linear
+    up: Linear
+    down: Linear
+    window: int | None
+
+
+class Decoder:
+    """Token ids in, logits out; keys and values go to the store that is passed in."""
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, np.ndarray], ops: Ops):
+        self.config = config
+        self.ops = ops
+        self.geometry = Geometry(config.num_layers, config.num_kv_heads, config.head_dim)
+        self._lock = threading.Lock()
+        self._scale = 1.0 / math.sqrt(config.head_dim)
+        self._frequencies = config.rope.inverse_frequencies(config.head_dim)  # (head_dim / 2,) f64
+        self._amplitude = config.rope.attention_scaling()
+        self._embedding = ops.matrix(weights["model.embed_tokens.weight"])
+        self._layers = [self._load_layer(weights, index) for index in range(config.num_layers)]
+        self._norm = self._vector(weights["model.norm.weight"])
+        head = None if config.tie_embeddings else ops.matrix(weights["lm_head.weight"])
+        self._head = Linear(head or self._embedding)
+        self._step = _StepBuffers(config, ops)
+
+    def _vector(self, array: np.ndarray) -> Any:
+        return self.ops.to_device(array.astype(np.float32))
+
+    def _load_layer(self, weights: Mapping[str, np.ndarray], index: int) -> Layer:
+        prefix = f"model.layers.{index}"
+
+        def linear(name: str) -> Linear:
+            bias = weights.get(f"{prefix}.{name}.bias")
+            matrix = self.ops.matrix(weights[f"{prefix}.{name}.weight"])
+            return Linear(matrix, None if bias is None else self._vector(bias))
+
+        def norm(name: str) -> Any:
+            return self._vector(weights[f"{prefix}.{name}.weight"])
+
+        qk_norm = self.config.qk_norm
+        return Layer(
+            input_norm=norm("input_layernorm"),
+            q=linear("self_attn.q_proj"),
+            k=linear("self_attn.k_proj"),
+            v=linear("self_attn.v_proj"),
+            q_norm=norm("self_attn.q_norm") if qk_norm else None,
+            k_norm=norm("self_attn.k_norm") if qk_norm else None,
+            o=linear("self_attn.o_proj"),
+            mlp_norm=norm("post_attention_layernorm"),
+            gate=linear("mlp.gate_proj"),
+            up=linear("mlp.up_proj"),
+            down=linear("mlp.down_proj"),
+            window=self.config.windows[index],
+        )
+
+    def _rotation(self, start: int, count: int) -> tuple[Any, Any]:
+        """cos and sin (count, head_dim / 2) f32 of positions start, start + 1, ..."""
+        positions = np.arange(start, start + count, dtype=np.float64)
+        angles = positions[:, None] * self._frequencies  # (count, head_dim / 2) f64
+        cos, sin = np.cos(angles) * self._amplitude, np.sin(angles) * self._amplitude
+        to_device = self.ops.to_device
+        return to_device(cos.astype(np.float32)), to_device(sin.astype(np.float32))
+
+    def _check(self, token_ids: np.ndarray, store: KVStore) -> None:
+        if store.geometry != self.geometry:
+            raise CodecError(f"the store is for {store.geometry}, the model has {self.geometry}")
+        if not len(token_ids):
+            raise UsageError("no tokens to decode, expected at least one")
+        low, high = int(token_ids.min()), int(token_ids.max())
+        if low < 0 or high >= self.config.vocab_size:
+            bad = low if low < 0 else high
+            raise UsageError(
+                f"token id {bad} is outside the vocabulary of {self.config.vocab_size} tokens"
+            )
+
+    def _logits(self, x: Any) -> np.ndarray:
+        """Logits (n, vocab_size) f32 of residual rows x (n, hidden_size), which is normalised."""
+        self.ops.rmsnorm(x, self._norm, self.config.norm_eps, x)
+        out = self.ops.empty((len(x), self.config.vocab_size))
+        self.ops.linear(x, (self._head,), (out,))
+        return self.ops.to_host(out)
+
+    # Many tokens
+
+    def prefill(
+        self,
+        token_ids: Sequence[int],
+        store: KVStore,
+        *,
+        all_logits: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> np.ndarray:
+        """Append tokens to the store; give the logits after the last of them.
+
+        Returns (vocab_size,) f32, or (n, vocab_size) f32 with `all_logits`. `progress(done,
+        total)` is called after each layer. Raises ContextFullError, before any work, where the
+        tokens do not fit. On any exception the store is as it was before.
+        """
+        ids = np.asarray(token_ids, np.int64)  # (n,)
+        self._check(ids, store)
+        with self._lock, store.extending(len(ids)):
+            x = self.ops.embed(self._embedding, ids)  # (n, hidden_size) f32
+            start, total = len(store), len(store) + len(ids)
+            config = self.config
+            shape = (total, config.num_kv_heads, config.head_dim)
+            keys, values = self.ops.empty(shape), self.ops.empty(shape)
+            q = self.ops.empty((len(ids), config.num_heads, config.head_dim))
+            rotation = self._rotation(start, len(ids))
+            for index, layer in enumerate(self._layers):
+                if start:
+                    store.read(index, keys[:start], values[:start])
+                self._project(x, layer, q, keys[start:], values[start:], rotation)
+                self.ops.attend_causal(q, keys, values, self._scale, layer.window)
+                self._finish(x, layer, q)
+                store.extend(index, keys[start:], values[start:])
+                if progress is not None:
+                    progress(index + 1, config.num_layers)
+            return self._logits(x) if all_logits else self._logits(x[-1:])[0]
+
+    def _chunks(self, count: int) -> list[slice]:
+        return [slice(i, min(i + CHUNK_TOKENS, count)) for i in range(0, count, CHUNK_TOKENS)]
+
+    def _project(
+        self, x: Any, layer: Layer, q: Any, k: Any, v: Any, rotation: tuple[Any, Any]
+    ) -> None:
+        """Norm, projections, q/k norm and RoPE into q, k, v (n, heads, head_dim)."""
+        ops, eps = self.ops, self.config.norm_eps
+        h = ops.empty((min(CHUNK_TOKENS, len(x)), x.shape[1]))  # (chunk, hidden_size)
+        for chunk in self._chunks(len(x)):
+            part = h[: chunk.stop - chunk.start]
+            ops.rmsnorm(x[chunk], layer.input_norm, eps, part)
+            flat = [y[chunk].reshape(len(part), -1) for y in (q, k, v)]  # (chunk, heads * head_dim)
+            ops.linear(part, (layer.q, layer.k, layer.v), flat)
+        if layer.q_norm is not None:
+            ops.rmsnorm(q, layer.q_norm, eps, q)
+            ops.rmsnorm(k, layer.k_norm, eps, k)
+        ops.rope(q, *rotation)
+        ops.rope(k, *rotation)
+
+    def _finish(self, x: Any, layer: Layer, attention: Any) -> None:
+        """Output projection and MLP, added to the residual stream x (n, hidden_size)."""
+        ops = self.ops
+        rows = min(CHUNK_TOKENS, len(x))
+        h = ops.empty((rows, x.shape[1]))  # (chunk, hidden_size)
+        inner = ops.empty((rows, self.config.intermediate_size))
+        for chunk in self._chunks(len(x)):
+            count = chunk.stop - chunk.start
+            ops.linear_add(attention[chunk].reshape(count, -1), layer.o, x[chunk])
+            ops.rmsnorm(x[chunk], layer.mlp_norm, self.config.norm_eps, h[:count])
+            ops.swiglu(h[:count], layer.gate, layer.up, inner[:count])
+            ops.linear_add(inner[:count], layer.down, x[chunk])
+
+    # One token
+
+    def decode(self, token_id: int, store: KVStore) -> np.ndarray:
+        """Append one token to the store; give the logits (vocab_size,) f32 after it.
+
+        Raises ContextFullError where it does not fit. Interrupted, the store is as it was before.
+        """
+        ids = np.array([token_id], np.int64)  # (1,)
+        self._check(ids, store)
+        store.check_room(1)
+        with self._lock:
+            ops, buffers, eps = self.ops, self._step, self.config.norm_eps
+            x = ops.embed(self._embedding, ids)  # (1, hidden_size) f32
+            cos, sin = self._rotation(len(store), 1)
+            for index, layer in enumerate(self._layers):
+                ops.rmsnorm(x, layer.input_norm, eps, buffers.h)
+                ops.linear(buffers.h, (layer.q, layer.k, layer.v), buffers.qkv_rows)
+                if layer.q_norm is not None:
+                    ops.rmsnorm(buffers.q, layer.q_norm, eps, buffers.q)
+                    ops.rmsnorm(buffers.k, layer.k_norm, eps, buffers.k)
+                ops.rope(buffers.qk, cos, sin)
+                store.append(index, buffers.k, buffers.v)
+                view = store.view(index)
+                ops.attend(buffers.q[0], view, self._scale, layer.window, buffers.attention[0])
+                ops.linear_add(buffers.attention_row, layer.o, x)
+                ops.rmsnorm(x, layer.mlp_norm, eps, buffers.h)
+                ops.swiglu(buffers.h, layer.gate, layer.up, buffers.inner)
+                ops.linear_add(buffers.inner, layer.down, x)
+            logits = self._logits(x)[0]
+            store.advance()
+            return logits
+
+
+class _StepBuffers:
+    """Activations of one decode step, allocated once."""
+
+    def __init__(self, config: ModelConfig, ops: Ops):
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.h = ops.empty((1, config.hidden_size))
+        self.inner = ops.empty((1, config.intermediate_size))
+        # q, k and v side by side, so that one launch rotates q and k.
+        qkv = ops.empty((1, heads + 2 * kv_heads, dim))
+        self.qk = qkv[:, : heads + kv_heads]  # (1, heads + kv_heads, head_dim)
+        self.q = qkv[:, :heads]  # (1, heads, head_dim)
+        self.k = qkv[:, heads : heads + kv_heads]  # (1, kv_heads, head_dim)
+        self.v = qkv[:, heads + kv_heads :]  # (1, kv_heads, head_dim)
+        self.qkv_rows = [part.reshape(1, -1) for part in (self.q, self.k, self.v)]
+        self.attention = ops.empty((1, heads, dim))
+        self.attention_row = self.attention.reshape(1, -1)  # (1, heads * head_dim)
