@@ -1,0 +1,80 @@
+"""The progress of a download or a conversion, on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from time import monotonic
+from typing import TYPE_CHECKING, TextIO
+
+from .console import format_bytes, note
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_REDRAW_S = 0.1
+_BAR_WIDTH = 32
+
+
+class ConsoleProgress:
+    """A kvrt Progress: a bar on a terminal, else one line a stage.
+
+    As a context manager it takes the bar away at the end, after an error too.
+    """
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._stage = ""
+        self._drawn_at = float("-inf")
+        self._console: Console | None = None
+
+    def __enter__(self) -> ConsoleProgress:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __call__(self, stage: str, done: int, total: int | None) -> None:
+        """Show how far a stage is; `done` and `total` in bytes."""
+        new = stage != self._stage
+        self._stage = stage
+        if not self._stream.isatty():
+            if new:
+                note(f"kvrt: {stage}" + (f" ({format_bytes(total)})" if total else ""))
+            return
+        now = self._clock()
+        finished = total is not None and done >= total
+        if new or finished or now - self._drawn_at >= _REDRAW_S:
+            self._drawn_at = now
+            self._draw(stage, done, total)
+
+    def close(self) -> None:
+        """Take the bar off the terminal."""
+        if self._console is not None:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+            self._console = None
+
+    def _draw(self, stage: str, done: int, total: int | None) -> None:
+        from rich.console import Console
+        from rich.text import Text
+
+        if self._console is None:
+            self._console = Console(file=self._stream, highlight=False)
+        line = Text(f"{stage:<9} ", no_wrap=True, overflow="crop")
+        if total:
+            filled = _BAR_WIDTH * done // total
+            line.append("━" * filled, "green")
+            line.append("━" * (_BAR_WIDTH - filled), "bright_black")
+            line.append(
+                f" {100 * done // total:3d} %  {format_bytes(done)} of {format_bytes(total)}"
+            )
+        # Each line ends at its own start, so that whatever is printed next replaces it.
+        self._stream.write("\r\x1b[K")
+        self._console.print(line, end="\r", crop=True)
+
+
+def console_progress() -> ConsoleProgress:
+    """The progress of a long job for the person at the terminal, on stderr."""
+    return ConsoleProgress(sys.stderr)
