@@ -18,6 +18,13 @@ def get_ops(device: str = "cpu", threads: int | None = None) -> Ops:
     return CpuOps(threads)
 
 
+def doctor() -> list[tuple[str, bool, str]]:
+    """The state of the backends: (name, whether it is well, in words)."""
+    from .native import describe
+
+    return describe()
+
+
 def check_device(device: str) -> None:
     """Raise UnsupportedError unless the device can be used."""
     if device not in DEVICES:

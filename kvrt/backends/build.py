@@ -24,6 +24,9 @@ from .native import HEADER_SLOTS, KERNEL_MODULES, Manifest, linker
 
 # Vectorised sums need reordering; NaN and infinity keep their meaning.
 _FAST = {"reassoc", "contract", "nsz"}
+# No reference counts: kernels allocate nothing, and the library must not need Numba's run-time.
+_OPTIONS: dict[str, Any] = {"error_model": "numpy", "_nrt": False}
+_ARITHMETIC: dict[str, Any] = {"fast": _FAST, "exact": False}
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
@@ -70,16 +73,14 @@ def compile_kernels() -> dict[str, tuple[Any, list[str]]]:
     intrinsics.bind()
     for module in KERNEL_MODULES:
         __import__(module)
-    for function, exact in jit.DEVICE_FUNCTIONS:
-        compiled = numba.njit(
-            function, error_model="numpy", fastmath=False if exact else _FAST, _nrt=False
-        )
+    for function, arithmetic in jit.DEVICE_FUNCTIONS:
+        compiled = numba.njit(function, fastmath=_ARITHMETIC[arithmetic], **_OPTIONS)
         function.__globals__[function.__name__] = compiled
     result = {}
     for name, function in jit.KERNELS.items():
         kinds = parameters(function)
-        kernel = numba.njit(function, error_model="numpy", fastmath=_FAST, _nrt=False)
-        make = numba.cfunc("void(int64)", nopython=True, error_model="numpy", _nrt=False)
+        kernel = numba.njit(function, fastmath=_FAST, **_OPTIONS)
+        make = numba.cfunc("void(int64)", **_OPTIONS)
         result[name] = (make(_entry(name, kernel, kinds)), kinds)
     return result
 

@@ -12,7 +12,8 @@ from threadpoolctl import threadpool_limits
 from ..errors import KernelError, UsageError
 from .cpu_math import BF16, F16, F32
 from .native import Kernels
-from .ops import PAGE_TOKENS, Linear, Matrix, PageView
+from .ops import PAGE_TOKENS, Linear, Matrix
+from .view import PageView
 
 KINDS = {np.dtype(np.float32): F32, np.dtype(np.float16): F16, np.dtype(ml_dtypes.bfloat16): BF16}
 
@@ -68,7 +69,7 @@ class CpuOps:
         self._partials = self.empty((0,))
         self._scores = self.empty((0,))
 
-    @cached_property
+    @property
     def device_name(self) -> str:
         return f"CPU, {self.threads} thread{'s' if self.threads > 1 else ''}"
 
@@ -192,7 +193,7 @@ class CpuOps:
     def attend_causal(
         self, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
     ) -> None:
-        n, heads, dim = q.shape
+        n, heads, _ = q.shape
         total, kv_heads, _ = keys.shape
         group = heads // kv_heads
         first = total - n
@@ -217,13 +218,13 @@ class CpuOps:
         self, q: Tensor, view: PageView, scale: float, window: int | None, out: Tensor
     ) -> None:
         heads, dim = q.shape
-        kv_heads = view.num_kv_heads
+        kv_heads, extent = view.num_kv_heads, view.extent
         group = heads // kv_heads
         if dim != view.head_dim or group * kv_heads != heads or out.shape != q.shape:
             raise KernelError(
                 f"attend: q {q.shape}, out {out.shape}, cache ({kv_heads} heads, {view.head_dim})"
             )
-        blocks = view.pages + -(-(view.sinks + view.tail_tokens) // PAGE_TOKENS)
+        blocks = extent.pages + -(-(extent.sinks + extent.tail_tokens) // PAGE_TOKENS)
         splits = 1 if self.threads == 1 else max(1, min(blocks, 8 * self.threads // kv_heads))
         items = kv_heads * splits
         scratch = self._thread_scratch(PAGE_TOKENS * (dim + group))
@@ -232,15 +233,15 @@ class CpuOps:
             self._partials = self.empty((states,))
         partials = self._partials.address
         sums = partials + items * group * dim * 4
-        tokens = view.sinks + view.pages * PAGE_TOKENS + view.tail_tokens
+        tokens = extent.sinks + extent.pages * PAGE_TOKENS + extent.tail_tokens
         first = 0 if window is None else max(tokens - window, 0)
         run = getattr(self.kernels, f"attend_{view.kernels}")
         run(
             items, 1, _at(q), group, dim, scale, splits, scratch, partials, sums,
-            view.sink_keys_address, view.sink_values_address, view.sinks, view.sink_rows,
-            view.table_address, view.pages, view.layer_offset, view.run_bytes,
+            view.sink_keys_address, view.sink_values_address, extent.sinks, view.sink_rows,
+            extent.table_address, extent.pages, view.layer_offset, view.run_bytes,
             view.settings_address, view.tail_keys_address, view.tail_values_address,
-            view.pages * PAGE_TOKENS % view.tail_rows, view.tail_tokens, view.tail_rows,
+            extent.pages * PAGE_TOKENS % view.tail_rows, extent.tail_tokens, view.tail_rows,
             view.key_kind, view.value_kind, first,
         )  # fmt: skip
         self.kernels.combine(heads, heads, partials, sums, splits, group, dim, _at(out))
@@ -273,7 +274,7 @@ class CpuOps:
         tokens = 0 if new is None else len(new[0])
         run = getattr(self.kernels, f"seal_{view.kernels}")
         run(
-            count * view.num_kv_heads, 1, view.table_address, first_page, view.layer_offset,
+            count * view.num_kv_heads, 1, view.extent.table_address, first_page, view.layer_offset,
             view.run_bytes, view.settings_address, view.num_kv_heads, view.head_dim,
             view.sink_rows, view.tail_rows, self._thread_scratch(PAGE_TOKENS * view.head_dim),
             view.key_kind, view.tail_keys_address, keys,
@@ -285,7 +286,7 @@ class CpuOps:
     ) -> None:
         run = getattr(self.kernels, f"gather_{view.kernels}")
         run(
-            count * view.num_kv_heads, 1, view.table_address, first_page, view.layer_offset,
+            count * view.num_kv_heads, 1, view.extent.table_address, first_page, view.layer_offset,
             view.run_bytes, view.settings_address, view.num_kv_heads, view.head_dim,
             self._thread_scratch(PAGE_TOKENS * view.head_dim), _at(keys), _at(values),
         )  # fmt: skip

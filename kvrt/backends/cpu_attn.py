@@ -12,37 +12,34 @@ from . import cpu_math, jit
 from .jit import Address, Int, Real
 from .ops import PAGE_TOKENS
 
+
 @jit.device
-def _scores(q, tile, low, high, scale, weights, maximum, total, acc):
-    """Turn tile rows low..high-1 into softmax weights per query head; rescale what came before."""
+def _scores(q, tile, factor, weights, peaks, totals, acc):
+    """Softmax weights (group, >= tokens) of a tile (tokens, dim) per query; rescale the past."""
+    whole = tile.shape[0] // 4 * 4
     for g in range(q.shape[0]):
-        peak = maximum[g]
-        for t in range(low, high):
-            score = np.float32(0.0)
-            for d in range(q.shape[1]):
-                score += q[g, d] * tile[t, d]
-            score *= scale
-            weights[g, t] = score
-            peak = max(peak, score)
-        shrink = cpu_math.exp(maximum[g] - peak)
-        maximum[g] = peak
-        subtotal = np.float32(0.0)
-        for t in range(low, high):
-            weight = cpu_math.exp(weights[g, t] - peak)
-            weights[g, t] = weight
-            subtotal += weight
-        total[g] = total[g] * shrink + subtotal
-        for d in range(q.shape[1]):
-            acc[g, d] *= shrink
+        query = q[g]
+        row = weights[g, : tile.shape[0]]
+        for t in range(0, whole, 4):
+            row[t], row[t + 1], row[t + 2], row[t + 3] = cpu_math.inner4(query, tile, t)
+        for t in range(whole, tile.shape[0]):
+            row[t] = cpu_math.inner(query, tile[t])
+        peak = max(peaks[g], cpu_math.maximum(row) * factor)
+        shrink = cpu_math.exp(peaks[g] - peak)
+        peaks[g] = peak
+        totals[g] = totals[g] * shrink + cpu_math.exp_minus(row, peak / factor, factor)
+        cpu_math.scale(acc[g], shrink)
 
 
 @jit.device
-def _values(tile, low, high, weights, acc):
+def _values(tile, weights, acc):
+    """acc (group, dim) += weights (group, >= tokens) @ tile (tokens, dim)."""
+    whole = tile.shape[0] // 4 * 4
     for g in range(acc.shape[0]):
-        for t in range(low, high):
-            weight = weights[g, t]
-            for d in range(acc.shape[1]):
-                acc[g, d] += weight * tile[t, d]
+        for t in range(0, whole, 4):
+            cpu_math.add_scaled4(tile, weights[g], t, acc[g])
+        for t in range(whole, tile.shape[0]):
+            cpu_math.add_scaled(tile[t], weights[g, t], acc[g])
 
 
 def build_attend(suffix: str, codec: ModuleType) -> None:
@@ -85,13 +82,12 @@ def build_attend(suffix: str, codec: ModuleType) -> None:
             split = item % splits
             queries = jit.array(q + head * group * dim * 4, (group, dim), np.float32)
             acc = jit.array(partials + item * group * dim * 4, (group, dim), np.float32)
-            maximum = jit.array(sums + item * 2 * group * 4, (group,), np.float32)
-            total = jit.array(sums + (item * 2 + 1) * group * 4, (group,), np.float32)
+            peaks = jit.array(sums + item * 2 * group * 4, (group,), np.float32)
+            totals = jit.array(sums + (item * 2 + 1) * group * 4, (group,), np.float32)
             for g in range(group):
-                maximum[g] = np.float32(-1e30)
-                total[g] = np.float32(0.0)
-                for d in range(dim):
-                    acc[g, d] = np.float32(0.0)
+                peaks[g] = np.float32(-1e30)
+                totals[g] = np.float32(0.0)
+                cpu_math.fill(acc[g], np.float32(0.0))
             for block in range(blocks * split // splits, blocks * (split + 1) // splits):
                 if block < sink_blocks:
                     position = block * PAGE_TOKENS
@@ -118,14 +114,19 @@ def build_attend(suffix: str, codec: ModuleType) -> None:
                     codec.load_keys(run, settings, tile)
                 else:
                     cpu_math.load_rows(tail_keys + row * key_bytes, key_kind, count, dim, tile)
-                _scores(queries, tile, low, count, np.float32(scale), weights, maximum, total, acc)
+                seen = tile[low:count]
+                _scores(queries, seen, np.float32(scale), weights, peaks, totals, acc)
                 if block < sink_blocks:
-                    cpu_math.load_rows(sink_values + row * value_bytes, value_kind, count, dim, tile)
+                    cpu_math.load_rows(
+                        sink_values + row * value_bytes, value_kind, count, dim, tile
+                    )
                 elif run != 0:
                     codec.load_values(run, settings, tile)
                 else:
-                    cpu_math.load_rows(tail_values + row * value_bytes, value_kind, count, dim, tile)
-                _values(tile, low, count, weights, acc)
+                    cpu_math.load_rows(
+                        tail_values + row * value_bytes, value_kind, count, dim, tile
+                    )
+                _values(seen, weights, acc)
 
     attend.__name__ = f"attend_{suffix}"
     jit.kernel(attend)
@@ -147,16 +148,13 @@ def combine(
         for split in range(splits):
             peak = max(peak, states[head * splits + split, 0, g])
         total = np.float32(0.0)
-        for d in range(dim):
-            result[d] = np.float32(0.0)
+        cpu_math.fill(result, np.float32(0.0))
         for split in range(splits):
             part = head * splits + split
             weight = cpu_math.exp(states[part, 0, g] - peak)
             total += weight * states[part, 1, g]
-            for d in range(dim):
-                result[d] += weight * parts[part, g, d]
-        for d in range(dim):
-            result[d] /= total
+            cpu_math.add_scaled(parts[part, g], weight, result)
+        cpu_math.scale(result, np.float32(1.0) / total)
 
 
 @jit.kernel
@@ -170,20 +168,11 @@ def softmax_causal(
     """
     rows = jit.array(scores, (end, cols), np.float32)
     for i in range(begin, end):
+        row = rows[i]
         high = min(first_query + i + 1 - first_key, cols)
         low = max(high - window, 0) if window > 0 else 0
-        peak = np.float32(-1e30)
-        for j in range(low, high):
-            peak = max(peak, rows[i, j])
-        total = np.float32(0.0)
-        for j in range(low, high):
-            weight = cpu_math.exp((rows[i, j] - peak) * np.float32(scale))
-            rows[i, j] = weight
-            total += weight
-        inverse = np.float32(1.0) / total
-        for j in range(low):
-            rows[i, j] = np.float32(0.0)
-        for j in range(low, high):
-            rows[i, j] *= inverse
-        for j in range(high, cols):
-            rows[i, j] = np.float32(0.0)
+        seen = row[low:high]
+        total = cpu_math.exp_minus(seen, cpu_math.maximum(seen), np.float32(scale))
+        cpu_math.scale(seen, np.float32(1.0) / total)
+        cpu_math.fill(row[:low], np.float32(0.0))
+        cpu_math.fill(row[high:], np.float32(0.0))

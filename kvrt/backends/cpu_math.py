@@ -10,8 +10,10 @@ F32, F16, BF16 = 0, 1, 2
 
 @jit.exact
 def exp(x):
-    """e**x in float32 within 2 units in the last place; 0 below -87 (Cephes expf's reduction)."""
-    x = min(max(x, np.float32(-87.0)), np.float32(88.0))
+    """e**x in float32 within 2 units in the last place (Cephes expf); x is held to -87 .. 88."""
+    # Written so that a NaN passes.
+    x = np.float32(-87.0) if x < np.float32(-87.0) else x
+    x = np.float32(88.0) if x > np.float32(88.0) else x
     n = np.floor(x * np.float32(1.44269504088896341) + np.float32(0.5))
     r = x - n * np.float32(0.693359375)
     r = r + n * np.float32(2.12194440e-4)
@@ -96,3 +98,80 @@ def dot(address, kind, x):
         for j in range(n):
             total += bfloat_to_float(brain[j]) * x[j]
     return total
+
+
+@jit.exact
+def maximum(x):
+    """The largest number of a vector, -1e30 at least; a NaN counts as larger than infinity."""
+    # Compared as integers in the order of floats: LLVM does not vectorise a float maximum.
+    peak = np.int32(-1900671691)  # -1e30
+    for j in range(x.shape[0]):
+        bits = np.int32(jit.float_to_bits(x[j]))
+        key = np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+        peak = key if key > peak else peak
+    bits = np.int32(peak ^ np.int32(np.int32(peak >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+    return jit.bits_to_float(np.uint32(bits))
+
+
+@jit.device
+def exp_minus(x, shift, scale):
+    """x = exp(scale * (x - shift)) in place; gives the sum."""
+    total = np.float32(0.0)
+    for j in range(x.shape[0]):
+        value = exp((x[j] - shift) * scale)
+        x[j] = value
+        total += value
+    return total
+
+
+@jit.device
+def inner(x, y):
+    """The dot product of two float32 vectors."""
+    total = np.float32(0.0)
+    for j in range(x.shape[0]):
+        total += x[j] * y[j]
+    return total
+
+
+@jit.device
+def inner4(x, rows, t):
+    """The dot products of a vector with rows t .. t + 3 of a matrix."""
+    a, b, c, d = rows[t], rows[t + 1], rows[t + 2], rows[t + 3]
+    sum_a, sum_b = np.float32(0.0), np.float32(0.0)
+    sum_c, sum_d = np.float32(0.0), np.float32(0.0)
+    for j in range(x.shape[0]):
+        sum_a += x[j] * a[j]
+        sum_b += x[j] * b[j]
+        sum_c += x[j] * c[j]
+        sum_d += x[j] * d[j]
+    return sum_a, sum_b, sum_c, sum_d
+
+
+@jit.device
+def add_scaled4(rows, factors, t, out):
+    """out += the rows t .. t + 3 of a matrix, each times its factor."""
+    a, b, c, d = rows[t], rows[t + 1], rows[t + 2], rows[t + 3]
+    fa, fb, fc, fd = factors[t], factors[t + 1], factors[t + 2], factors[t + 3]
+    for j in range(out.shape[0]):
+        out[j] += (fa * a[j] + fb * b[j]) + (fc * c[j] + fd * d[j])
+
+
+@jit.device
+def add_scaled(x, factor, out):
+    """out += factor * x."""
+    for j in range(out.shape[0]):
+        out[j] += factor * x[j]
+
+
+@jit.device
+def scale(x, factor):
+    """x *= factor."""
+    for j in range(x.shape[0]):
+        x[j] *= factor
+
+
+@jit.device
+def fill(x, value):
+    """x = value."""
+    for j in range(x.shape[0]):
+        x[j] = value

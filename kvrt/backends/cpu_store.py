@@ -85,9 +85,7 @@ def build_seal(suffix: str, codec: ModuleType) -> None:
         new_start: Int, new_tokens: Int,
     ):  # fmt: skip
         """Encode page first_page + item // heads of head item % heads, from tail and new tokens."""
-        tile = jit.array(
-            scratch + thread * PAGE_TOKENS * dim * 4, (PAGE_TOKENS, dim), np.float32
-        )
+        tile = jit.array(scratch + thread * PAGE_TOKENS * dim * 4, (PAGE_TOKENS, dim), np.float32)
         for item in range(begin, end):
             page = first_page + item // heads
             head = item % heads
@@ -112,9 +110,7 @@ def build_seal(suffix: str, codec: ModuleType) -> None:
         heads: Int, dim: Int, scratch: Address, keys: Address, values: Address,
     ):  # fmt: skip
         """Decode whole pages into keys, values (n, heads, dim) f32, page `first_page` at row 0."""
-        tile = jit.array(
-            scratch + thread * PAGE_TOKENS * dim * 4, (PAGE_TOKENS, dim), np.float32
-        )
+        tile = jit.array(scratch + thread * PAGE_TOKENS * dim * 4, (PAGE_TOKENS, dim), np.float32)
         for item in range(begin, end):
             page = item // heads
             head = item % heads

@@ -9,6 +9,8 @@ Rules of the dialect:
 - A kernel is `def name(thread, begin, end, ...)`: it does work items `begin..end-1` as worker
   `thread`. The remaining parameters are annotated `Address` (of an array), `Int` or `Real`.
 - Arrays are made from addresses with `jit.array(address, shape, dtype)`. Nothing is allocated.
+- Loops that should vectorise run over 1-D arrays (or rows and slices of arrays) from 0: an index
+  that might be negative would wrap around and forbid it.
 - Functions of other files are called through their module (`jit.exp(x)`, `dense.decode(...)`),
   because names are bound to compiled code only when the compiler runs.
 """
@@ -23,7 +25,7 @@ Real = float
 F = TypeVar("F", bound=Callable[..., Any])
 
 KERNELS: dict[str, Callable[..., None]] = {}
-DEVICE_FUNCTIONS: list[tuple[Callable[..., Any], bool]] = []
+DEVICE_FUNCTIONS: list[tuple[Callable[..., Any], str]] = []
 
 
 def kernel(function: F) -> F:
@@ -36,13 +38,13 @@ def kernel(function: F) -> F:
 
 def device(function: F) -> F:
     """Register a function that kernels call; its sums may be reordered to vectorise."""
-    DEVICE_FUNCTIONS.append((function, False))
+    DEVICE_FUNCTIONS.append((function, "fast"))
     return function
 
 
 def exact(function: F) -> F:
     """Register a function whose arithmetic is done as written, without reordering."""
-    DEVICE_FUNCTIONS.append((function, True))
+    DEVICE_FUNCTIONS.append((function, "exact"))
     return function
 
 

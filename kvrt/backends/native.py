@@ -16,7 +16,6 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -132,7 +131,7 @@ class Kernel:
         codes = "".join("d" if kind == "real" else "q" for kind in kinds)
         self._pack = struct.Struct(f"=4q{codes}").pack_into
         slots = np.zeros(HEADER_SLOTS + len(kinds), np.int64)
-        self._buffer = memoryview(slots).cast("B")
+        self._buffer = memoryview(slots.data).cast("B")
         self._address = slots.ctypes.data
 
     def __call__(self, items: int, grain: int, *arguments: Any) -> None:
@@ -198,6 +197,29 @@ def _openmp() -> Any:
         function.restype = None
         return function
     return None
+
+
+def describe() -> list[tuple[str, bool, str]]:
+    """What `kvrt doctor` says of the CPU backend: (name, whether it is well, in words)."""
+    found = _find(paths.kernels_dir())
+    compiler = linker()
+    return [
+        (
+            "CPU kernels",
+            True,
+            f"compiled: {found[0]}" if found else "not compiled yet; done at first use, about 20 s",
+        ),
+        (
+            "C compiler",
+            compiler is not None,
+            f"{compiler[0]}, links the kernels" if compiler else "none: LLVM stays loaded, +45 MB",
+        ),
+        (
+            "OpenMP threads",
+            _openmp() is not None,
+            "found" if _openmp() is not None else "no libgomp or libomp: slower Python threads",
+        ),
+    ]
 
 
 class Kernels:

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from .view import PageView
+
 PAGE_TOKENS = 64
 """Tokens of a page."""
 
@@ -35,40 +37,16 @@ class Linear:
     bias: Array | None = None
 
 
-class PageView(Protocol):
-    """What attention may see of one layer of a store. See `kvrt.kvstore.view.LayerView`."""
-
-    kernels: str
-    key_kind: int
-    value_kind: int
-    num_kv_heads: int
-    head_dim: int
-    sink_rows: int
-    tail_rows: int
-    layer_offset: int
-    run_bytes: int
-    settings_address: int
-    sink_keys_address: int
-    sink_values_address: int
-    tail_keys_address: int
-    tail_values_address: int
-
-    @property
-    def table_address(self) -> int: ...
-    @property
-    def sinks(self) -> int: ...
-    @property
-    def pages(self) -> int: ...
-    @property
-    def tail_tokens(self) -> int: ...
-
-
 class Ops(Protocol):
     """One backend on one device. Used by one thread at a time."""
 
     name: str
-    device_name: str
     threads: int
+
+    @property
+    def device_name(self) -> str:
+        """The device in words, for people."""
+        ...
 
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
         """An array with undefined contents."""
@@ -105,7 +83,7 @@ class Ops(Protocol):
         ...
 
     def rope(self, x: Array, cos: Array, sin: Array) -> None:
-        """Rotate x (n, heads, head_dim) in place, pairs (i, i + head_dim/2); cos, sin (n, .../2)."""
+        """Rotate x (n, heads, head_dim) in place, pairs (i, i + half); cos, sin (n, half)."""
         ...
 
     def attend_causal(

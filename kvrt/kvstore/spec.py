@@ -77,9 +77,7 @@ def _codec(text: str, name: str) -> TileCodec:
 def _count(text: str, fields: dict[str, str], key: str) -> int:
     value = fields.get(key, "0")
     if not (value.isascii() and value.isdigit()) or int(value) > 1 << 20:
-        raise UsageError(
-            f"cache format {text!r}: {key} must be a number of tokens from 0 to 1048576, got {value!r}"
-        )
+        raise UsageError(f"cache format {text!r}: {key} must be 0 to 1048576 tokens, got {value!r}")
     return int(value)
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from ..backends.ops import PAGE_TOKENS, Ops
+from ..backends.view import Extent, PageView
 from ..errors import CodecError, ContextFullError
 from .layout import Geometry, PageLayout
 from .spec import KVSpec
 from .stats import StoreStats, bits_per_element, sealed_pages, table_entries, tail_rows
-from .view import Extent, LayerView
 
 
 class KVStore:
@@ -56,20 +56,22 @@ class KVStore:
         self._settings = ops.to_device(self.layout.settings)
         self._views = [self._make_view(layer) for layer in range(layers)]
 
-    def _make_view(self, layer: int) -> LayerView:
+    def _make_view(self, layer: int) -> PageView:
         def at(parts: list[Any], side: int) -> int:
             return self.ops.address(parts[side][layer])
 
         settings = self.layout.settings
-        return LayerView(
-            layout=self.layout,
+        return PageView(
             extent=self._extent,
             kernels=self.spec.k.kernels,
+            num_kv_heads=self.layout.num_kv_heads,
+            head_dim=self.layout.head_dim,
             key_kind=int(settings[4]),
             value_kind=int(settings[8]),
             sink_rows=self.spec.sink,
             tail_rows=self._rows,
             layer_offset=layer * self.layout.page_bytes,
+            run_bytes=self.layout.run_bytes,
             settings_address=self.ops.address(self._settings),
             sink_keys_address=at(self._sinks, 0),
             sink_values_address=at(self._sinks, 1),
@@ -81,7 +83,7 @@ class KVStore:
         """Tokens cached."""
         return self._length
 
-    def view(self, layer: int) -> LayerView:
+    def view(self, layer: int) -> PageView:
         """One layer for the kernels. It follows the store: valid for the store's whole life."""
         return self._views[layer]
 
