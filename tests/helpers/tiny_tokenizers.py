@@ -1,7 +1,7 @@
 """Tiny tokenizers of every kind that Llama-family models have, made by the `tokenizers` library."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def whole_words() -> Library:
     return library
 
 
-KINDS = {
+KINDS: dict[str, Callable[[], Library]] = {
     "byte_level": byte_level,
     "sentence_piece": sentence_piece,
     "metaspace": metaspace,
