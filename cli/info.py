@@ -1,0 +1,118 @@
+"""`kvrt info`: a model's shape, and what each cache format costs, from headers alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..errors import UsageError
+from .console import emit, emit_json, format_bytes
+from .options import common_options
+
+
+@click.command("info")
+@click.argument("model")
+@click.option(
+    "--kv",
+    "specs",
+    multiple=True,
+    default=("f16",),
+    show_default=True,
+    metavar="SPEC",
+    help="A cache format to price. May be repeated.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@common_options
+def command(
+    model: str,
+    specs: tuple[str, ...],
+    as_json: bool,
+    device: str,
+    threads: int | None,
+    verbose: bool,
+) -> None:
+    """Show the geometry, the parameters and the cost of the KV cache of MODEL.
+
+    MODEL is a folder or the name of a pulled model. Weights are not read, only their headers.
+    """
+    from ..backends import check_device
+    from ..hub import resolve
+
+    check_device(device)
+    facts, full_bytes = model_facts(resolve(model), specs)
+    if as_json:
+        emit_json(facts)
+    else:
+        emit("\n".join(_lines(facts, full_bytes)) + "\n")
+
+
+def model_facts(folder: Path, specs: tuple[str, ...]) -> tuple[dict[str, Any], list[int]]:
+    """What `kvrt info --json` prints, and the bytes of each cache at the full context.
+
+    Bytes are of one sequence; `fixed_bytes` do not grow with it.
+    """
+    from ..config import ModelConfig
+    from ..kvstore import (
+        Geometry,
+        KVSpec,
+        bits_per_element,
+        bytes_per_token,
+        estimate,
+        fixed_bytes,
+    )
+    from ..models.families import expected_tensors, ignored_tensor
+    from ..weights import Weights
+
+    if not specs:
+        raise UsageError("no cache format to price")
+    parsed = [KVSpec.parse(text) for text in specs]
+    config = ModelConfig.from_dir(folder)
+    geometry = Geometry(config.num_layers, config.num_kv_heads, config.head_dim)
+    weights = Weights.open(folder, expected_tensors(config), ignored_tensor)
+    try:
+        weight_bytes = weights.nbytes
+    finally:
+        weights.close()
+    facts = {
+        "model_type": config.model_type,
+        "num_layers": config.num_layers,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "parameters": config.parameters(),
+        "weight_bytes": weight_bytes,
+        "max_context": config.max_context,
+        "kv": [
+            {
+                "spec": str(spec),
+                "bits_per_element": bits_per_element(geometry, spec),
+                "bytes_per_token": bytes_per_token(geometry, spec),
+                "fixed_bytes": fixed_bytes(geometry, spec),
+            }
+            for spec in parsed
+        ],
+    }
+    return facts, [estimate(geometry, spec, config.max_context) for spec in parsed]
+
+
+def _lines(facts: dict[str, Any], full_bytes: list[int]) -> list[str]:
+    context = facts["max_context"]
+    lines = [
+        f"model type   {facts['model_type']}",
+        f"layers       {facts['num_layers']}",
+        f"heads        {facts['num_heads']} query, {facts['num_kv_heads']} key-value, "
+        f"head_dim {facts['head_dim']}",
+        f"parameters   {facts['parameters']:,}",
+        f"weights      {format_bytes(facts['weight_bytes'])}",
+        f"max context  {context:,} tokens",
+        "",
+        f"{'cache':<16}{'bits/element':>14}{'bytes/token':>14}{'fixed':>12}{f'at {context:,}':>16}",
+    ]
+    for row, full in zip(facts["kv"], full_bytes):
+        lines.append(
+            f"{row['spec']:<16}{row['bits_per_element']:>14.2f}{row['bytes_per_token']:>14,.0f}"
+            f"{format_bytes(row['fixed_bytes']):>12}{format_bytes(full):>16}"
+        )
+    return lines

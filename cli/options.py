@@ -1,0 +1,291 @@
+"""Options that several commands share, and what their values turn into.
+
+The words are llama.cpp's, since people paste them into scripts. Ranges live in one place,
+`SamplingParams`; here an impossible value only gets the name of its option.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ..errors import ModelNotFoundError, UsageError
+from .console import (
+    check_unicode,
+    note,
+    read_stdin,
+    read_text_file,
+    show_log,
+    stdin_is_terminal,
+)
+from .main import set_debug
+
+if TYPE_CHECKING:
+    from ..generate import Model
+    from ..sampler import SamplingParams
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Option words -> field of SamplingParams, type, help.
+SAMPLING: tuple[tuple[tuple[str, ...], str, type, str], ...] = (
+    (("--temp",), "temperature", float, "Temperature; 0 takes the likeliest token."),
+    (("--top-k",), "top_k", int, "Draw from the N likeliest tokens; 0 is all."),
+    (("--top-p",), "top_p", float, "Draw from the likeliest tokens of total probability X."),
+    (("--min-p",), "min_p", float, "Drop tokens below X times the likeliest's probability."),
+    (("--repeat-penalty",), "repeat_penalty", float, "Divide logits of recent tokens; 1 is off."),
+    (("--repeat-last-n",), "repeat_last_n", int, "How many tokens the penalties look back at."),
+    (("--presence-penalty",), "presence_penalty", float, "Lower tokens that were there; 0 is off."),
+    (("--frequency-penalty",), "frequency_penalty", float, "Lower them for each time; 0 is off."),
+)
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """Which model to load and how; None as model means the default one, pulled if absent."""
+
+    model: str | None
+    kv: str
+    max_context: int | None
+    device: str
+    threads: int | None
+
+
+def common_options(function: Function) -> Function:
+    """--device, -t/--threads, -v/--verbose as `device`, `threads`, `verbose`; and --debug."""
+    for option in (
+        click.option(
+            "--debug",
+            is_flag=True,
+            expose_value=False,
+            is_eager=True,
+            callback=set_debug,
+            help="Show the traceback of an error.",
+        ),
+        click.option(
+            "-v", "--verbose", is_flag=True, callback=_verbose, help="Say more, on stderr."
+        ),
+        click.option(
+            "-t",
+            "--threads",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Threads to compute with.  [default: all cores]",
+        ),
+        click.option(
+            "--device", default="cpu", show_default=True, metavar="NAME", help="Where to compute."
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def model_options(function: Function) -> Function:
+    """-m, --kv, -c and the common options; the command gets a `choice` and `verbose`."""
+
+    @wraps(function)
+    def call(
+        model: str | None,
+        kv: str,
+        ctx_size: int,
+        device: str,
+        threads: int | None,
+        **rest: Any,
+    ) -> Any:
+        choice = ModelChoice(model, kv, ctx_size or None, device, threads)
+        return function(choice=choice, **rest)
+
+    wrapped = common_options(call)
+    for option in (
+        click.option(
+            "-c",
+            "--ctx-size",
+            type=click.IntRange(min=0),
+            default=0,
+            metavar="N",
+            help="Limit of cached tokens; 0 is the model's own.  [default: 0]",
+        ),
+        click.option(
+            "--kv", default="f16", show_default=True, metavar="SPEC", help="Cache format."
+        ),
+        click.option(
+            "-m",
+            "--model",
+            metavar="MODEL",
+            help="A model folder or the name of a pulled model.  [default: smollm2]",
+        ),
+    ):
+        wrapped = option(wrapped)
+    return wrapped  # type: ignore[return-value]
+
+
+def sampling_options(function: Function) -> Function:
+    """The sampling flags and -s/--seed; the command gets them as `sampling`."""
+    from ..sampler import SamplingParams
+
+    defaults = SamplingParams()
+    fields = [field for _, field, _, _ in SAMPLING]
+
+    @wraps(function)
+    def call(seed: int, logit_bias: tuple[tuple[int, float], ...], **rest: Any) -> Any:
+        values = {field: rest.pop(field) for field in fields}
+        sampling = SamplingParams(
+            **values, seed=None if seed == -1 else seed, logit_bias=logit_bias
+        )
+        return function(sampling=sampling, **rest)
+
+    wrapped: Any = click.option(
+        "-s",
+        "--seed",
+        type=click.IntRange(min=-1),
+        default=-1,
+        metavar="N",
+        help="Seed of the draws; -1 takes another each time.  [default: -1]",
+    )(call)
+    wrapped = click.option(
+        "-l",
+        "--logit-bias",
+        multiple=True,
+        callback=_logit_biases,
+        metavar="ID(+|-)BIAS",
+        help="Add to a token's logit: 15043+1 or 15043-1. May be repeated.",
+    )(wrapped)
+    for words, field, kind, text in reversed(SAMPLING):
+        wrapped = click.option(
+            *words,
+            field,
+            type=kind,
+            default=getattr(defaults, field),
+            show_default=True,
+            metavar="N" if kind is int else "X",
+            callback=_sampling_value,
+            help=text,
+        )(wrapped)
+    return wrapped
+
+
+def prompt_options(function: Function) -> Function:
+    """-p/--prompt and -f/--file as `prompt` and `file`; `read_prompt` makes one text of them."""
+    for option in (
+        click.option("-f", "--file", metavar="FILE", help="Take the prompt from a UTF-8 file."),
+        click.option("-p", "--prompt", metavar="TEXT", help="The prompt."),
+    ):
+        function = option(function)
+    return function
+
+
+def predict_option(default: int) -> Callable[[Function], Function]:
+    """-n/--predict as `predict`; -1 is until a stop token or a full context."""
+    return click.option(
+        "-n",
+        "--predict",
+        "--n-predict",
+        "predict",
+        type=click.IntRange(min=-1),
+        default=default,
+        show_default=True,
+        metavar="N",
+        help="Generate at most N tokens; -1: until the model stops or the context is full.",
+    )
+
+
+def read_prompt(prompt: str | None, file: str | None) -> str | None:
+    """The text of -p, -f or a piped stdin; None if there is none and stdin is a terminal."""
+    if prompt is not None and file is not None:
+        raise UsageError("-p and -f exclude each other: give one of them")
+    if prompt is not None:
+        return check_unicode(prompt, "-p")
+    if file is not None:
+        return read_text_file(file, "-f")
+    return None if stdin_is_terminal() else read_stdin()
+
+
+def open_model(choice: ModelChoice) -> Model:
+    """Load the chosen model; without a choice the default one, which is pulled if it is absent."""
+    from ..generate import load
+
+    return load(
+        choice.model or default_model(),
+        device=choice.device,
+        kv=choice.kv,
+        max_context=choice.max_context,
+        threads=choice.threads,
+    )
+
+
+def default_model() -> str:
+    """The default model's name, after pulling it (and saying so) where it is absent."""
+    from ..hub import DEFAULT_MODEL, pull, resolve
+
+    try:
+        resolve(DEFAULT_MODEL)
+    except ModelNotFoundError:
+        from .progress import console_progress
+
+        note(f"kvrt: the default model {DEFAULT_MODEL} is not here yet; pulling it")
+        with console_progress() as progress:
+            pull(DEFAULT_MODEL, progress)
+    return DEFAULT_MODEL
+
+
+def sampling_with(sampling: SamplingParams, field: str, text: str) -> SamplingParams:
+    """The parameters with one field read from text. Raises UsageError for an impossible value."""
+    from dataclasses import replace
+
+    kind: type = int if field == "seed" else next(k for _, f, k, _ in SAMPLING if f == field)
+    try:
+        value = kind(text)
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise UsageError(f"{field} must be {what}, got {text!r}") from None
+    if field == "seed" and value == -1:
+        value = None
+    return replace(sampling, **{field: value})
+
+
+def _sampling_value(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    from ..sampler import SamplingParams
+
+    try:
+        SamplingParams(**{str(parameter.name): value})
+    except UsageError as error:
+        raise click.BadParameter(str(error), context, parameter) from None
+    return value
+
+
+def _logit_biases(
+    context: click.Context, parameter: click.Parameter, values: Sequence[str]
+) -> tuple[tuple[int, float], ...]:
+    biases = []
+    for text in values:
+        match = re.fullmatch(r"(\d+)([+-](?:\d+\.?\d*|\.\d+|inf))", text)
+        if match is None:
+            raise click.BadParameter(
+                f"{text!r} is not of the form ID+BIAS or ID-BIAS, such as 15043-1.5",
+                context,
+                parameter,
+            )
+        biases.append((int(match[1]), float(match[2])))
+    _check_biases(context, parameter, tuple(biases))
+    return tuple(biases)
+
+
+def _check_biases(
+    context: click.Context, parameter: click.Parameter, biases: tuple[tuple[int, float], ...]
+) -> None:
+    from ..sampler import SamplingParams
+
+    try:
+        SamplingParams(logit_bias=biases)
+    except UsageError as error:
+        raise click.BadParameter(str(error), context, parameter) from None
+
+
+def _verbose(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
+    if value:
+        show_log(verbose=True)
+    return value

@@ -1,0 +1,282 @@
+"""Load a model and let it speak: `load`, `Model`, and what a finished run returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .backends.memory import peak_resident_bytes
+from .errors import ContextFullError, UsageError
+from .sampler import Sampler, SamplingParams
+from .session import Cancel, FinishReason, PrefillProgress, Session, Step, Timings
+
+if TYPE_CHECKING:
+    from .backends import Ops
+    from .chat import Chat
+    from .config import ModelConfig
+    from .kvstore import KVSpec, KVStore
+    from .models.decoder import Decoder
+    from .tokenizer import Tokenizer
+
+__all__ = ["FinishReason", "Generation", "Model", "Session", "Step", "Timings", "load"]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished continuation.
+
+    `token_ids` are the generated tokens without the stop token that ended them; seconds are of
+    compute only (no loading); `tokens_per_s` is generated tokens / `decode_s`, 0.0 for fewer than
+    two tokens; `cache_bytes` is the KV cache at the end, `peak_bytes` the process's peak resident
+    memory so far.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    prefill_s: float
+    decode_s: float
+    tokens_per_s: float
+    finish_reason: FinishReason
+    kv: str
+    cache_bytes: int
+    peak_bytes: int
+
+
+class Run:
+    """A continuation in progress: iterate over its steps, then ask for the `generation`.
+
+    `session` is the cache that it fills.
+    """
+
+    def __init__(self, session: Session, steps: Iterator[Step], spec: KVSpec) -> None:
+        self.session = session
+        self._steps = steps
+        self._spec = spec
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._reason: FinishReason = "interrupted"
+
+    def __iter__(self) -> Iterator[Step]:
+        for step in self._steps:
+            self._text.append(step.text)
+            if step.token_id is not None:
+                self._token_ids.append(step.token_id)
+            if step.finish_reason is not None:
+                self._reason = step.finish_reason
+            yield step
+
+    def generation(self) -> Generation:
+        """Everything generated so far, with the timings."""
+        timings = self.session.timings
+        return Generation(
+            text="".join(self._text),
+            token_ids=list(self._token_ids),
+            prompt_tokens=timings.prompt_tokens,
+            prefill_s=timings.prefill_s,
+            decode_s=timings.decode_s,
+            tokens_per_s=timings.tokens_per_s,
+            finish_reason=self._reason,
+            kv=str(self._spec),
+            cache_bytes=self.session.store.stats().bytes,
+            peak_bytes=peak_resident_bytes(),
+        )
+
+
+class Model:
+    """A model ready to run: weights, tokenizer, device and cache format.
+
+    It holds no cache of its own: every `generate` starts an empty one, a `Chat` or a `Session`
+    keeps one. Make it with `kvrt.load`.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        config: ModelConfig,
+        tokenizer: Tokenizer,
+        decoder: Decoder,
+        ops: Ops,
+        spec: KVSpec,
+        max_context: int,
+        weight_bytes: int,
+        new_store: Callable[[], KVStore],
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.tokenizer = tokenizer
+        self.decoder = decoder
+        self.ops = ops
+        self.spec = spec
+        self.max_context = max_context
+        self.weight_bytes = weight_bytes
+        self._new_store = new_store
+
+    def __repr__(self) -> str:
+        return (
+            f"Model({self.name!r}, device={self.ops.name!r}, kv={str(self.spec)!r}, "
+            f"max_context={self.max_context})"
+        )
+
+    def new_store(self) -> KVStore:
+        """An empty cache of this model's geometry, format and context limit."""
+        return self._new_store()
+
+    def new_session(self) -> Session:
+        """A session with an empty cache, for callers that feed tokens themselves."""
+        return Session(self.decoder, self.tokenizer, self.new_store())
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Next-token logits after each of `token_ids`: (n, vocab_size) f32, from an empty cache.
+
+        Raises UsageError for no ids or ids outside the vocabulary, ContextFullError for more ids
+        than the context limit.
+        """
+        ids = self._checked_ids(token_ids)
+        if len(ids) > self.max_context:
+            raise ContextFullError(
+                f"got {len(ids):,} tokens, more than the context limit of {self.max_context:,}"
+            )
+        return self.decoder.prefill(ids, self.new_store(), all_logits=True)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int | None = 128,
+        sampling: SamplingParams | None = None,
+        stop: Sequence[str] = (),
+    ) -> Generation:
+        """Continue `prompt` (text, or token ids) by up to `max_tokens` tokens.
+
+        None means until a stop or the context limit. The text ends before the first of the `stop`
+        strings. Raises UsageError for an empty prompt, ContextFullError for one that does not fit.
+        """
+        run = self.start(prompt, max_tokens, sampling, stop)
+        for _ in run:
+            pass
+        return run.generation()
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int | None = 128,
+        sampling: SamplingParams | None = None,
+        stop: Sequence[str] = (),
+    ) -> Iterator[str]:
+        """Like `generate`, piece by piece: whole characters only, never an empty piece."""
+        run = self.start(prompt, max_tokens, sampling, stop)
+        return (step.text for step in run if step.text)
+
+    def start(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int | None = 128,
+        sampling: SamplingParams | None = None,
+        stop: Sequence[str] = (),
+        *,
+        cancel: Cancel | None = None,
+        progress: PrefillProgress | None = None,
+    ) -> Run:
+        """Like `generate`, but step by step; the prompt is checked now, computed on iteration."""
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode_prompt(prompt)
+        else:
+            ids = self._checked_ids(prompt)
+        sampler = self.new_sampler(sampling)
+        session = self.new_session()
+        steps = session.run(ids, max_tokens, sampler, stop, cancel=cancel, progress=progress)
+        return Run(session, steps, self.spec)
+
+    def new_sampler(self, sampling: SamplingParams | None = None) -> Sampler:
+        """A sampler whose token ids are checked against this model's vocabulary."""
+        sampling = sampling or SamplingParams()
+        for token_id, _ in sampling.logit_bias:
+            self._check_id(token_id, "the logit bias")
+        return Sampler(sampling)
+
+    def chat(self, system: str | None = None, sampling: SamplingParams | None = None) -> Chat:
+        """A conversation that keeps its cache from turn to turn.
+
+        Raises UnsupportedError if the model has no chat template.
+        """
+        from .chat import Chat
+
+        return Chat(self, system=system, sampling=sampling)
+
+    def _checked_ids(self, token_ids: Sequence[int]) -> list[int]:
+        try:
+            ids = [index(token_id) for token_id in token_ids]
+        except TypeError:
+            raise UsageError("a prompt must be text or a sequence of token ids") from None
+        if not ids:
+            raise UsageError("the prompt is empty")
+        for token_id in ids:
+            self._check_id(token_id, "the prompt")
+        return ids
+
+    def _check_id(self, token_id: int, where: str) -> None:
+        size = self.config.vocab_size
+        if not 0 <= token_id < size:
+            raise UsageError(f"{where} holds token id {token_id}; this model has 0 to {size - 1}")
+
+
+def load(
+    path_or_name: str,
+    device: str = "cpu",
+    kv: str = "f16",
+    max_context: int | None = None,
+    threads: int | None = None,
+) -> Model:
+    """Load a model folder or a pulled model by name.
+
+    `kv` names the cache format; `max_context` limits the cached tokens (default: the model's own
+    limit; memory is taken as the cache grows); `threads` defaults to all cores. Everything that can
+    be refused is refused before a weight is read. Raises ModelNotFoundError, UsageError or
+    UnsupportedError for a request that cannot be met, ConfigError, WeightError or TokenizerError
+    for a broken folder.
+    """
+    from . import hub
+    from .backends import check_device, get_ops
+    from .config import ModelConfig
+    from .kvstore import Geometry, KVSpec, KVStore, bits_per_element
+    from .models.decoder import Decoder
+    from .models.families import expected_tensors, ignored_tensor
+    from .tokenizer import Tokenizer
+    from .weights import Weights
+
+    spec = KVSpec.parse(kv)
+    check_device(device)
+    folder = hub.resolve(path_or_name)
+    config = ModelConfig.from_dir(folder)
+    limit = _context_limit(max_context, config.max_context)
+    geometry = Geometry(config.num_layers, config.num_kv_heads, config.head_dim)
+    bits_per_element(geometry, spec)  # refuses a format that cannot hold this geometry
+    tokenizer = Tokenizer.from_dir(folder, config)
+    weights = Weights.open(folder, expected_tensors(config), ignored_tensor)
+    ops = get_ops(device, threads)  # last, since it may compile kernels
+    return Model(
+        name=path_or_name,
+        config=config,
+        tokenizer=tokenizer,
+        decoder=Decoder(config, weights, ops),
+        ops=ops,
+        spec=spec,
+        max_context=limit,
+        weight_bytes=weights.nbytes,
+        new_store=lambda: KVStore(geometry, spec, ops, limit),
+    )
+
+
+def _context_limit(asked: int | None, model_limit: int) -> int:
+    if asked is None:
+        return model_limit
+    if not 1 <= asked <= model_limit:
+        raise UsageError(
+            f"the context limit must be 1 to {model_limit} tokens for this model, got {asked}"
+        )
+    return asked

@@ -1,0 +1,292 @@
+"""One conversation with the cache: feed tokens (re-using what is already stored), then draw steps.
+
+`Session` is the only place that pairs token ids with cached positions: `tokens[i]` is the id whose
+keys and values lie at position i of the store. Everything else (Model, Chat) goes through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+
+from .errors import ContextFullError, UsageError
+
+if TYPE_CHECKING:
+    from .kvstore import KVStore
+    from .sampler import Sampler
+
+FinishReason = Literal["stop", "length", "context", "interrupted"]
+PrefillProgress = Callable[[int, int], None]
+Cancel = Callable[[], bool]
+
+
+class TokenStream(Protocol):
+    """Turns ids into text one by one and never gives half a character."""
+
+    def push(self, token_id: int, /) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class SessionTokenizer(Protocol):
+    """What a session needs of a tokenizer."""
+
+    @property
+    def stop_ids(self) -> frozenset[int]: ...
+
+    def stream(self) -> TokenStream: ...
+
+
+class SessionDecoder(Protocol):
+    """What a session needs of a decoder: calls append to the store and give (vocab_size,) f32."""
+
+    def prefill(
+        self,
+        token_ids: Sequence[int],
+        store: KVStore,
+        *,
+        all_logits: bool = False,
+        progress: PrefillProgress | None = None,
+    ) -> np.ndarray: ...
+
+    def decode(self, token_id: int, store: KVStore) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """One drawn token: its id, the text it completes, and on the last step why the run ended.
+
+    `token_id` is None on a last step that draws no token to keep: a stop id (which is never part of
+    the answer), an interruption, or a run of 0 tokens.
+    """
+
+    token_id: int | None
+    text: str
+    finish_reason: FinishReason | None = None
+
+
+@dataclass
+class Timings:
+    """Counts and compute seconds of one run; loading and the reader's own time are left out."""
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """Prompt tokens really computed (not re-used from the cache) per second of prefill."""
+        computed = self.prompt_tokens - self.reused_tokens
+        return computed / self.prefill_s if self.prefill_s > 0 else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens per second of decoding; 0.0 for fewer than two tokens."""
+        if self.generated_tokens < 2 or self.decode_s <= 0:
+            return 0.0
+        return self.generated_tokens / self.decode_s
+
+
+class StopStrings:
+    """Passes text through up to the first stop string, holding back what may become one."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        """Raises UsageError for a bare string or an empty stop string."""
+        if isinstance(stop, str):
+            raise UsageError("stop must be a sequence of strings, got one string: write [text]")
+        if any(not text for text in stop):
+            raise UsageError("a stop string must not be empty")
+        self._stop = tuple(stop)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Give the text that is safe to show, and whether a stop string was met."""
+        self._held += text
+        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            shown, self._held = self._held[: min(found)], ""
+            return shown, True
+        keep = self._possible_start()
+        cut = len(self._held) - keep
+        shown, self._held = self._held[:cut], self._held[cut:]
+        return shown, False
+
+    def finish(self, text: str) -> str:
+        """Give the rest of the text at the end of a run, still cut at a stop string."""
+        shown, _ = self.push(text)
+        shown, self._held = shown + self._held, ""
+        return shown
+
+    def _possible_start(self) -> int:
+        """Length of the longest end of the held text that begins a stop string."""
+        longest = max((len(stop) for stop in self._stop), default=1) - 1
+        for size in range(min(longest, len(self._held)), 0, -1):
+            end = self._held[-size:]
+            if any(stop.startswith(end) for stop in self._stop):
+                return size
+        return 0
+
+
+class Session:
+    """A cache and the token ids in it.
+
+    After any exception, KeyboardInterrupt included, the next call first makes ids and cache agree
+    again, so a session can be used on after an interruption.
+    """
+
+    def __init__(
+        self, decoder: SessionDecoder, tokenizer: SessionTokenizer, store: KVStore
+    ) -> None:
+        self._decoder = decoder
+        self._tokenizer = tokenizer
+        self.store = store
+        self.tokens: list[int] = []
+        self.timings = Timings()
+
+    def clear(self) -> None:
+        """Forget every token."""
+        self.store.clear()
+        self.tokens.clear()
+
+    def check_fits(self, count: int) -> None:
+        """Raise ContextFullError if `count` tokens are more than the cache may hold."""
+        limit = self.store.max_tokens
+        if count > limit:
+            raise ContextFullError(
+                f"the prompt has {count:,} tokens, more than the context limit of {limit:,}"
+            )
+
+    def feed(
+        self, token_ids: Sequence[int], *, progress: PrefillProgress | None = None
+    ) -> np.ndarray:
+        """Make the cache hold exactly `token_ids` and give the last one's logits (vocab_size,) f32.
+
+        The longest prefix already cached is kept, up to all tokens but the last (whose logits are
+        asked for); the cache is truncated there and the rest is computed. Raises UsageError for no
+        tokens and ContextFullError before anything is changed.
+        """
+        ids = list(token_ids)
+        if not ids:
+            raise UsageError("no tokens to feed: the prompt is empty")
+        self.check_fits(len(ids))
+        self._agree()
+        kept = min(_common_prefix(self.tokens, ids), len(ids) - 1)
+        if kept < len(self.tokens):
+            del self.tokens[kept:]
+            self.store.truncate(kept)
+        self.timings = Timings(prompt_tokens=len(ids), reused_tokens=kept)
+        started = perf_counter()
+        rest = ids[kept:]
+        if len(rest) == 1:
+            logits = self._decoder.decode(rest[0], self.store)
+        else:
+            logits = self._decoder.prefill(rest, self.store, progress=progress)
+        self.tokens.extend(rest)
+        self.timings.prefill_s = perf_counter() - started
+        return logits
+
+    def run(
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int | None,
+        sampler: Sampler,
+        stop: Sequence[str] = (),
+        *,
+        cancel: Cancel | None = None,
+        progress: PrefillProgress | None = None,
+    ) -> Iterator[Step]:
+        """Feed `token_ids`, then draw up to `max_tokens` tokens (None: until a stop or the limit).
+
+        `cancel` is asked between tokens and during the prefill; once it says True the run ends with
+        the reason "interrupted". Wrong arguments and a prompt that does not fit raise here and now,
+        before any step is asked for.
+        """
+        if max_tokens is not None and max_tokens < 0:
+            raise UsageError(f"max_tokens must be at least 0, or None, got {max_tokens}")
+        if not token_ids:
+            raise UsageError("the prompt is empty")
+        self.check_fits(len(token_ids))
+        return self._steps(token_ids, max_tokens, sampler, StopStrings(stop), cancel, progress)
+
+    def _steps(
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int | None,
+        sampler: Sampler,
+        stops: StopStrings,
+        cancel: Cancel | None,
+        progress: PrefillProgress | None,
+    ) -> Iterator[Step]:
+        try:
+            logits = self.feed(token_ids, progress=_cancellable(progress, cancel))
+        except _Cancelled:
+            yield Step(None, "", "interrupted")
+            return
+        timings = self.timings
+        stream = self._tokenizer.stream()
+        reason: FinishReason | None = "length" if max_tokens == 0 else None
+        last: int | None = None
+        while reason is None:
+            if cancel is not None and cancel():
+                reason = "interrupted"
+                break
+            started = perf_counter()
+            if last is not None:
+                # The token is in the cache before its id is in the list: _agree() relies on it.
+                logits = self._decoder.decode(last, self.store)
+                self.tokens.append(last)
+            last = sampler.sample(logits, self.tokens)
+            timings.decode_s += perf_counter() - started
+            if last in self._tokenizer.stop_ids:
+                reason = "stop"
+                break
+            timings.generated_tokens += 1
+            shown, met = stops.push(stream.push(last))
+            if met:
+                yield Step(last, shown, "stop")
+                return
+            if timings.generated_tokens == max_tokens:
+                yield Step(last, shown + stops.finish(stream.flush()), "length")
+                return
+            if len(self.store) >= self.store.max_tokens:
+                yield Step(last, shown + stops.finish(stream.flush()), "context")
+                return
+            yield Step(last, shown)
+        yield Step(None, stops.finish(stream.flush()), reason)
+
+    def _agree(self) -> None:
+        """Cut ids and cache to what both hold, after an interruption between the two."""
+        common = min(len(self.tokens), len(self.store))
+        del self.tokens[common:]
+        if len(self.store) > common:
+            self.store.truncate(common)
+
+
+class _Cancelled(KeyboardInterrupt):
+    """Raised inside a prefill by its progress callback; the decoder treats it as a Ctrl-C."""
+
+
+def _cancellable(progress: PrefillProgress | None, cancel: Cancel | None) -> PrefillProgress | None:
+    if cancel is None:
+        return progress
+
+    def check(done: int, total: int) -> None:
+        if cancel():
+            raise _Cancelled
+        if progress is not None:
+            progress(done, total)
+
+    return check
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    for at, (left, right) in enumerate(zip(a, b)):
+        if left != right:
+            return at
+    return min(len(a), len(b))
