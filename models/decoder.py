@@ -18,7 +18,7 @@ from ..config import ModelConfig
 from ..errors import CodecError, UsageError
 from ..kvstore import Geometry, KVStore
 
-CHUNK_TOKENS = 512
+CHUNK_TOKENS = 256
 """Projections and MLP run over so many tokens at a time, which bounds activations."""
 
 

@@ -32,9 +32,8 @@ def tokens(count: int) -> list[int]:
 
 
 def peak_bytes() -> int:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
 def measure_kvrt(model_name: str, threads: int) -> dict[str, Any]:

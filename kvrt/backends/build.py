@@ -5,6 +5,7 @@ parameters of each kernel. The Numba IR is lowered again as position-independent
 the system's C compiler, so that later processes load it without Numba or LLVM.
 """
 
+import hashlib
 import inspect
 import json
 import os
@@ -18,9 +19,10 @@ from typing import Any
 import llvmlite.binding as llvm
 import numba
 
+from .. import paths
 from ..errors import KernelError
 from . import intrinsics, jit
-from .native import HEADER_SLOTS, KERNEL_MODULES, Manifest, linker
+from .native import HEADER_SLOTS, KERNEL_MODULES, UNWRITABLE, Manifest, linker
 
 # Vectorised sums need reordering; NaN and infinity keep their meaning.
 _FAST = {"reassoc", "contract", "nsz"}
@@ -148,8 +150,9 @@ def build(target: Path) -> None:
             _link(command, library, library.with_suffix(".so"))
             library = library.with_suffix(".so")
         listing = Path(folder) / "kernels.json"
-        listing.write_text(json.dumps(manifest))
-        # The manifest last: its presence says that the library beside it is whole.
+        digest = hashlib.sha256(library.read_bytes()).hexdigest()
+        listing.write_text(json.dumps({"sha256": digest, "kernels": manifest}))
+        # The manifest last: with its digest it says that the library beside it is whole.
         os.replace(library, target.with_suffix(library.suffix))
         os.replace(listing, target.with_suffix(".json"))
 
@@ -159,3 +162,8 @@ if __name__ == "__main__":
         build(Path(sys.argv[1]))
     except KernelError as error:
         sys.exit(str(error))
+    except OSError as error:
+        if not paths.is_storage_failure(error):
+            raise
+        sys.stderr.write(f"{paths.storage_error(sys.argv[1], error)}\n")
+        sys.exit(UNWRITABLE)

@@ -1,13 +1,14 @@
 """The CPU backend: compiled kernels for decode and the cache, BLAS for prefill."""
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController
 
 from ..errors import KernelError, UsageError
 from .cpu_math import BF16, F16, F32
@@ -20,11 +21,11 @@ KINDS = {np.dtype(np.float32): F32, np.dtype(np.float16): F16, np.dtype(ml_dtype
 _GEMV_ROWS = 4
 """Up to so many tokens, reading weights once per token costs less than widening them."""
 
-_WIDEN_ELEMENTS = 1 << 20
-"""Weights are widened for BLAS in blocks of so many elements (4 MiB)."""
+_WIDEN_ELEMENTS = 1 << 19
+"""Weights are widened for BLAS in blocks of so many elements (2 MiB)."""
 
-_SCORE_ELEMENTS = 1 << 20
-"""Prefill attention holds so many scores at once (4 MiB)."""
+_SCORE_ELEMENTS = 1 << 18
+"""Prefill attention holds so many scores at once for each thread (1 MiB)."""
 
 _FEW_ROWS = 8
 """Row-wise kernels on fewer rows run on the calling thread."""
@@ -63,11 +64,12 @@ class CpuOps:
             raise UsageError(f"threads must be at least 1, got {threads}")
         self.threads = threads or available_threads()
         self.kernels = Kernels(self.threads)
-        self._blas = threadpool_limits(self.threads, "blas")
+        self._libraries = ThreadpoolController()
+        self._local = threading.local()
         self._widened = self.empty((_WIDEN_ELEMENTS,))
         self._scratch = self.empty((0,))
         self._partials = self.empty((0,))
-        self._scores = self.empty((0,))
+        self._arrivals = self.empty((0,), np.int64)
 
     @property
     def device_name(self) -> str:
@@ -145,6 +147,9 @@ class CpuOps:
 
     def swiglu(self, x: Tensor, gate: Linear, up: Linear, out: Tensor) -> None:
         n, rows = x.shape[0], gate.weight.rows
+        shapes = {(layer.weight.rows, layer.weight.cols) for layer in (gate, up)}
+        if shapes != {(rows, x.shape[1])} or out.shape != (n, rows):
+            raise KernelError(f"swiglu: x {x.shape}, weights {sorted(shapes)}, out {out.shape}")
         if n > _GEMV_ROWS or gate.weight.kind != up.weight.kind:
             raised = self.empty((n, rows))
             self.linear(x, (gate,), (out,))
@@ -180,39 +185,73 @@ class CpuOps:
                 rows, _FEW_ROWS, weight.address + start * weight.cols * itemsize,
                 weight.kind, weight.cols, self._widened.address,
             )  # fmt: skip
+            bias = None if layer.bias is None else layer.bias[start : start + rows]
             part = out[:, start : start + rows]  # (n, rows)
-            if add:
-                part += x @ block.T
-            else:
-                np.matmul(x, block.T, out=part)
-            if layer.bias is not None:
-                part += layer.bias[start : start + rows]
+
+            def multiply(
+                tokens: slice, block: Any = block, part: Any = part, bias: Any = bias
+            ) -> None:
+                if add:
+                    part[tokens] += x[tokens] @ block.T
+                else:
+                    np.matmul(x[tokens], block.T, out=part[tokens])
+                if bias is not None:
+                    part[tokens] += bias
+
+            self._each(multiply, self._shares(len(x)))
+
+    def _each(self, function: Callable[[Any], None], jobs: Sequence[Any]) -> None:
+        """Run BLAS calls on all threads, each call on one.
+
+        BLAS's own idle threads spin, which made prefill 14 times slower where cores were shared.
+        """
+        with self._libraries.limit(limits=1, user_api="blas"):
+            self.kernels.team.each(function, jobs)
+
+    def _shares(self, n: int) -> list[slice]:
+        """n tokens in as many even parts as there are threads."""
+        size = -(-n // self.threads)
+        return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
     # Attention
 
     def attend_causal(
         self, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
     ) -> None:
-        n, heads, _ = q.shape
+        n, heads, dim = q.shape
         total, kv_heads, _ = keys.shape
         group = heads // kv_heads
+        shape = (total, kv_heads, dim)
+        if n > total or group * kv_heads != heads or not keys.shape == values.shape == shape:
+            raise KernelError(
+                f"attend_causal: q {q.shape}, keys {keys.shape}, values {values.shape}"
+            )
         first = total - n
         step = int(min(max(_SCORE_ELEMENTS // total, 16), 256))
-        if self._scores.size < step * total:
-            self._scores = self.empty((step * total,))
-        for start in range(0, n, step):
-            count = min(step, n - start)
-            seen = first + start + count
-            low = 0 if window is None else max(first + start - window + 1, 0)
-            scores = self._scores[: count * (seen - low)].reshape(count, seen - low)
-            for head in range(heads):
+
+        def one_head(head: int) -> None:
+            buffer = self._thread_scores(step * total)
+            k, v = keys[:, head // group], values[:, head // group]  # (total, dim)
+            for start in range(0, n, step):
+                count = min(step, n - start)
+                seen = first + start + count
+                low = 0 if window is None else max(first + start - window + 1, 0)
+                scores = buffer[: count * (seen - low)].reshape(count, seen - low)
                 queries = q[start : start + count, head]  # (count, dim)
-                np.matmul(queries, keys[low:seen, head // group].T, out=scores)
+                np.matmul(queries, k[low:seen].T, out=scores)
                 self.kernels.softmax_causal(
-                    count, _FEW_ROWS, self._scores.address, seen - low, scale,
-                    first + start, low, window or 0,
-                )  # fmt: skip
-                np.matmul(scores, values[low:seen, head // group], out=queries)
+                    count, count, buffer.address, seen - low, scale, first + start, low, window or 0
+                )
+                np.matmul(scores, v[low:seen], out=queries)
+
+        self._each(one_head, range(heads))
+
+    def _thread_scores(self, size: int) -> Tensor:
+        """A buffer of at least `size` floats that belongs to the calling thread."""
+        buffer = getattr(self._local, "scores", None)
+        if buffer is None or buffer.size < size:
+            buffer = self._local.scores = self.empty((size,))
+        return buffer
 
     def attend(
         self, q: Tensor, view: PageView, scale: float, window: int | None, out: Tensor
@@ -231,6 +270,8 @@ class CpuOps:
         states = items * group * (dim + 2)
         if self._partials.size < states:
             self._partials = self.empty((states,))
+        if len(self._arrivals) < kv_heads:
+            self._arrivals = np.zeros(kv_heads, np.int64).view(Tensor)  # (kv_heads,)
         partials = self._partials.address
         sums = partials + items * group * dim * 4
         tokens = extent.sinks + extent.pages * PAGE_TOKENS + extent.tail_tokens
@@ -238,13 +279,13 @@ class CpuOps:
         run = getattr(self.kernels, f"attend_{view.kernels}")
         run(
             items, 1, _at(q), group, dim, scale, splits, scratch, partials, sums,
+            self._arrivals.address, _at(out),
             view.sink_keys_address, view.sink_values_address, extent.sinks, view.sink_rows,
             extent.table_address, extent.pages, view.layer_offset, view.run_bytes,
             view.settings_address, view.tail_keys_address, view.tail_values_address,
             extent.pages * PAGE_TOKENS % view.tail_rows, extent.tail_tokens, view.tail_rows,
             view.key_kind, view.value_kind, first,
         )  # fmt: skip
-        self.kernels.combine(heads, heads, partials, sums, splits, group, dim, _at(out))
 
     def _thread_scratch(self, floats: int) -> int:
         """The address of so many floats for each thread."""

@@ -42,6 +42,25 @@ def _values(tile, weights, acc):
             cpu_math.add_scaled(tile[t], weights[g, t], acc[g])
 
 
+@jit.device
+def _combine(head, splits, group, dim, partials, sums, out):
+    """out (heads, dim) of one KV head's queries = its splits' partial states, merged."""
+    parts = jit.array(partials, ((head + 1) * splits, group, dim), np.float32)
+    states = jit.array(sums, ((head + 1) * splits, 2, group), np.float32)
+    for g in range(group):
+        result = jit.array(out + (head * group + g) * dim * 4, (dim,), np.float32)
+        peak = np.float32(-1e30)
+        for part in range(head * splits, (head + 1) * splits):
+            peak = max(peak, states[part, 0, g])
+        total = np.float32(0.0)
+        cpu_math.fill(result, np.float32(0.0))
+        for part in range(head * splits, (head + 1) * splits):
+            weight = cpu_math.exp(states[part, 0, g] - peak)
+            total += weight * states[part, 1, g]
+            cpu_math.add_scaled(parts[part, g], weight, result)
+        cpu_math.scale(result, np.float32(1.0) / total)
+
+
 def build_attend(suffix: str, codec: ModuleType) -> None:
     """Register `attend_<suffix>`, the decode attention kernel of a codec.
 
@@ -52,17 +71,18 @@ def build_attend(suffix: str, codec: ModuleType) -> None:
     def attend(
         thread, begin, end,
         q: Address, group: Int, dim: Int, scale: Real, splits: Int, scratch: Address,
-        partials: Address, sums: Address,
+        partials: Address, sums: Address, arrivals: Address, out: Address,
         sink_keys: Address, sink_values: Address, sinks: Int, sink_rows: Int,
         pages: Address, num_pages: Int, layer_offset: Int, run_bytes: Int, params: Address,
         tail_keys: Address, tail_values: Address, tail_start: Int, tail_tokens: Int, tail_rows: Int,
         key_kind: Int, value_kind: Int, first: Int,
     ):  # fmt: skip
-        """One item is one (KV head, split) of the tokens; partial states go to the combine step.
+        """One item is one (KV head, split) of the tokens; the last split of a head merges them.
 
         q (heads, dim) f32; sinks and tail are (kv_heads, rows, dim) stored floats of two kinds;
         pages (num_pages,) i64 addresses; `first` is the first position that may be seen.
-        partials (items, group, dim) f32; sums (items, 2, group) f32: maximum, total.
+        partials (items, group, dim) f32; sums (items, 2, group) f32: maximum, total; arrivals
+        (kv_heads,) i64 zeros, zeros again at the end; out (heads, dim) f32.
         """
         key_bytes = dim * (4 if key_kind == cpu_math.F32 else 2)
         value_bytes = dim * (4 if value_kind == cpu_math.F32 else 2)
@@ -127,34 +147,12 @@ def build_attend(suffix: str, codec: ModuleType) -> None:
                         tail_values + row * value_bytes, value_kind, count, dim, tile
                     )
                 _values(seen, weights, acc)
+            if jit.atomic_add(arrivals + head * 8, 1) == splits - 1:
+                jit.array(arrivals + head * 8, (1,), np.int64)[0] = 0
+                _combine(head, splits, group, dim, partials, sums, out)
 
     attend.__name__ = f"attend_{suffix}"
     jit.kernel(attend)
-
-
-@jit.kernel
-def combine(
-    thread, begin, end,
-    partials: Address, sums: Address, splits: Int, group: Int, dim: Int, out: Address,
-):  # fmt: skip
-    """out (heads, dim): merge the partial states of one query head, one item each."""
-    for item in range(begin, end):
-        head = item // group
-        g = item % group
-        parts = jit.array(partials, ((head + 1) * splits, group, dim), np.float32)
-        states = jit.array(sums, ((head + 1) * splits, 2, group), np.float32)
-        result = jit.array(out + item * dim * 4, (dim,), np.float32)
-        peak = np.float32(-1e30)
-        for split in range(splits):
-            peak = max(peak, states[head * splits + split, 0, g])
-        total = np.float32(0.0)
-        cpu_math.fill(result, np.float32(0.0))
-        for split in range(splits):
-            part = head * splits + split
-            weight = cpu_math.exp(states[part, 0, g] - peak)
-            total += weight * states[part, 1, g]
-            cpu_math.add_scaled(parts[part, g], weight, result)
-        cpu_math.scale(result, np.float32(1.0) / total)
 
 
 @jit.kernel

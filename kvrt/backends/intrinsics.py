@@ -78,7 +78,7 @@ def _bits_to_double(typingctx: Any, bits: Any) -> Any:
 def _atomic_add(typingctx: Any, address: Any, amount: Any) -> Any:
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", pointer, args[1], "monotonic")
+        return builder.atomic_rmw("add", pointer, args[1], "acq_rel")
 
     return types.int64(types.int64, types.int64), codegen
 

@@ -16,7 +16,11 @@ import shutil
 import struct
 import subprocess
 import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +42,9 @@ KERNEL_MODULES = (
 """Modules whose import registers kernels; a codec joins by its line here."""
 
 Manifest = dict[str, list[str]]
+
+UNWRITABLE = 3
+"""Exit code of the compiler where the folder cannot be written."""
 
 
 def linker() -> list[str] | None:
@@ -68,22 +75,44 @@ def library_name() -> str:
 
 
 def _find(folder: Path) -> tuple[Path, Manifest] | None:
-    """The built library in a folder and its manifest, if both are there."""
+    """The built library in a folder and its manifest, if both are there and whole."""
     listing = folder / f"{library_name()}.json"
     try:
-        manifest = json.loads(listing.read_text())
-    except (OSError, ValueError):
+        built = json.loads(listing.read_text())
+        digest, manifest = built["sha256"], built["kernels"]
+    except (OSError, ValueError, TypeError, KeyError):
         return None
     for ending in (".so", ".o"):
         library = listing.with_suffix(ending)
-        if library.is_file():
-            return library, manifest
+        # Loading a damaged library would end the process without a word.
+        with suppress(OSError):
+            if hashlib.sha256(library.read_bytes()).hexdigest() == digest:
+                return library, manifest
     return None
 
 
+def _provide(folder: Path) -> tuple[Path, Manifest]:
+    """The library of a folder, built there if need be. Raises StorageError, KernelError."""
+    found = _find(folder)
+    if found is not None:
+        return found
+
+    def waiting() -> None:
+        log.warning("waiting for another process that compiles the CPU kernels")
+
+    with paths.exclusive(folder / "compiling.lock", waiting):
+        found = _find(folder)
+        if found is None:
+            log.warning("compiling the CPU kernels, once for this version (about 20 s)")
+            found = _build(folder)
+    return found
+
+
 def _build(folder: Path) -> tuple[Path, Manifest]:
-    """Compile in a process of its own, so that the compiler's memory goes with it."""
-    log.warning("compiling the CPU kernels, once for this version (about 20 s)")
+    """Compile in a process of its own, so that the compiler's memory goes with it.
+
+    Raises StorageError where the folder cannot be written, KernelError for other failures.
+    """
     command = [sys.executable, "-m", "kvrt.backends.build", str(folder / library_name())]
     root = str(Path(__file__).resolve().parents[2])
     search = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -91,6 +120,8 @@ def _build(folder: Path) -> tuple[Path, Manifest]:
         command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": search}
     )
     found = _find(folder)
+    if done.returncode == UNWRITABLE:
+        raise StorageError(done.stderr.strip())
     if done.returncode or found is None:
         reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise KernelError(f"compiling the CPU kernels failed: {reason}")
@@ -121,7 +152,7 @@ def _load(library: Path, manifest: Manifest) -> tuple[dict[str, int], Any]:
 
 
 class Kernel:
-    """One compiled kernel, called with (items, grain, *arguments). Not to be shared by threads."""
+    """One compiled kernel, called with (items, grain, *arguments), from any thread."""
 
     def __init__(self, name: str, entry: int, kinds: list[str], run: "Team"):
         self.name = name
@@ -130,9 +161,7 @@ class Kernel:
         self._run = run
         codes = "".join("d" if kind == "real" else "q" for kind in kinds)
         self._pack = struct.Struct(f"=4q{codes}").pack_into
-        slots = np.zeros(HEADER_SLOTS + len(kinds), np.int64)
-        self._buffer = memoryview(slots.data).cast("B")
-        self._address = slots.ctypes.data
+        self._local = threading.local()
 
     def __call__(self, items: int, grain: int, *arguments: Any) -> None:
         """Do `items` work items in chunks of `grain`; arrays are passed by their address.
@@ -140,27 +169,29 @@ class Kernel:
         Raises KernelError where the arguments do not fit the kernel's parameters.
         """
         try:
-            self._pack(self._buffer, 0, 0, 0, items, grain, *arguments)
+            buffer, address = self._local.slots
+        except AttributeError:
+            slots = np.zeros(HEADER_SLOTS + len(self._kinds), np.int64)
+            buffer, address = memoryview(slots.data).cast("B"), slots.ctypes.data
+            self._local.slots = buffer, address
+        try:
+            self._pack(buffer, 0, 0, 0, items, grain, *arguments)
         except struct.error as error:
             raise KernelError(
                 f"kernel {self.name}: got {arguments}, expected {self._kinds}: {error}"
             ) from None
-        self._run(self._entry, self._address, items > grain)
+        self._run(self._entry, address, items > grain)
 
 
 class Team:
-    """Runs a kernel's entry point on a number of threads at once."""
+    """A number of threads: `team(entry, ...)` runs a kernel on all, `each` runs Python calls."""
 
     def __init__(self, threads: int):
         self.threads = threads
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64)
         self._entries: dict[int, Any] = {}
-        self._parallel: Any = None
-        self._pool: ThreadPoolExecutor | None = None
-        if threads > 1:
-            self._parallel = _openmp()
-            if self._parallel is None:
-                self._pool = ThreadPoolExecutor(threads - 1, "kvrt")
+        self._parallel = _openmp() if threads > 1 else None
+        self._pool = ThreadPoolExecutor(threads, "kvrt") if threads > 1 else None
 
     @property
     def kind(self) -> str:
@@ -185,9 +216,35 @@ class Team:
         else:
             function(slots)
 
+    def each(self, function: Callable[[Any], None], jobs: Sequence[Any]) -> None:
+        """Call function(job) for all jobs, on all threads; for calls that release the GIL."""
+        if self._pool is None or len(jobs) == 1:
+            for job in jobs:
+                function(job)
+        else:
+            for _ in self._pool.map(function, jobs):
+                pass
+
+
+_SPIN = "3000"
+"""Turns for which an idle OpenMP thread spins, about 30 us: long enough to bridge the gap between
+two kernels of a decode step, short enough not to stall whoever needs the core (the default, some
+milliseconds, made a step 40 times slower where two threads shared one core)."""
+
 
 def _openmp() -> Any:
     """`GOMP_parallel(function, data, threads, flags)` of the OpenMP run-time library, or None."""
+    chosen = "GOMP_SPINCOUNT" in os.environ or "OMP_WAIT_POLICY" in os.environ
+    if not chosen:  # Read by the library once, when it is loaded.
+        os.environ["GOMP_SPINCOUNT"] = _SPIN
+    try:
+        return _gomp_parallel()
+    finally:
+        if not chosen:
+            del os.environ["GOMP_SPINCOUNT"]
+
+
+def _gomp_parallel() -> Any:
     for name in ("libgomp.so.1", "libomp.so", "libomp.dylib"):
         try:
             function = ctypes.CDLL(name).GOMP_parallel
@@ -226,15 +283,18 @@ class Kernels:
     """All CPU kernels, as attributes. Each instance has its own argument slots."""
 
     def __init__(self, threads: int):
-        found = _find(paths.kernels_dir())
-        if found is None:
-            try:
-                paths.kernels_dir().mkdir(parents=True, exist_ok=True)
-                found = _build(paths.kernels_dir())
-            except OSError as error:
-                raise StorageError(f"cannot keep compiled kernels: {error}") from None
-        library, manifest = found
-        entries, self._keep = _load(library, manifest)
+        """Load the kernels, compiling them if need be; where they cannot be kept, for this run.
+
+        Raises KernelError where compiling fails.
+        """
+        try:
+            library, manifest = _provide(paths.kernels_dir())
+            entries, self._keep = _load(library, manifest)
+        except StorageError as error:
+            log.warning("compiling the CPU kernels for this run only (about 20 s): %s", error)
+            with tempfile.TemporaryDirectory(prefix="kvrt-", ignore_cleanup_errors=True) as folder:
+                library, manifest = _build(Path(folder))
+                entries, self._keep = _load(library, manifest)
         self.library = library
         self.team = Team(threads)
         self._kernels = {

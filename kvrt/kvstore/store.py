@@ -40,6 +40,7 @@ class KVStore:
         self.max_tokens = max_tokens
         self.layout = PageLayout.of(geometry, spec)
         self._length = 0
+        self._extending = 0  # tokens that `extending` is adding
         self._slabs: list[Any] = []  # each (num_layers * page_bytes,) u8
         self._table = ops.empty((table_entries(0),), np.int64)  # (entries,) i64 addresses
         layers, heads, dim = geometry.num_layers, geometry.num_kv_heads, geometry.head_dim
@@ -103,19 +104,21 @@ class KVStore:
         The token counts as cached only after `advance`; until then it may be written again.
         """
         self.check_room(1)
+        self._check_shapes(k, v, 1)
         self._write(layer, self._length, k, v)
         self._set_extent(self._length + 1, sealed_pages(self.spec, self._length))
 
     def advance(self) -> None:
         """Count the appended token, and seal a page of every layer when one is due."""
-        old = sealed_pages(self.spec, self._length)
-        self._length += 1
-        new = sealed_pages(self.spec, self._length)
+        length = self._length + 1
+        old, new = sealed_pages(self.spec, self._length), sealed_pages(self.spec, length)
         if new > old:
             self._reserve(new)
             for view in self._views:
-                self.ops.seal(view, old, new - old, None, self._length)
-        self._set_extent(self._length, new)
+                self.ops.seal(view, old, new - old, None, length)
+        # Last, so that an interrupted step can be done again.
+        self._length = length
+        self._set_extent(length, new)
 
     # Many tokens, layer by layer
 
@@ -127,7 +130,7 @@ class KVStore:
         Raises ContextFullError before any work where they do not fit.
         """
         self.check_room(tokens)
-        old = self._length
+        old, self._extending = self._length, tokens
         saved = [self.ops.empty(part.shape, part.dtype) for part in self._tail]
         for copy, part in zip(saved, self._tail, strict=True):
             copy[...] = part
@@ -139,11 +142,17 @@ class KVStore:
                 part[...] = copy
             self._release(sealed_pages(self.spec, old))
             raise
+        finally:
+            self._extending = 0
         self._length = old + tokens
         self._set_extent(self._length, sealed_pages(self.spec, self._length))
 
     def extend(self, layer: int, k: Any, v: Any) -> None:
-        """Put a layer's new tokens k, v (n, num_kv_heads, head_dim) f32 into the store."""
+        """Put a layer's new tokens k, v (n, num_kv_heads, head_dim) f32 into the store.
+
+        n is what `extending` was told. Raises CodecError for other shapes.
+        """
+        self._check_shapes(k, v, self._extending)
         start, end = self._length, self._length + len(k)
         old, new = sealed_pages(self.spec, start), sealed_pages(self.spec, end)
         if new > old:
@@ -155,6 +164,11 @@ class KVStore:
         first = max(start + sinks, self.spec.sink + new * PAGE_TOKENS)
         if first < end:
             self._write(layer, first, k[first - start :], v[first - start :])
+
+    def _check_shapes(self, k: Any, v: Any, tokens: int) -> None:
+        shape = (tokens, self.geometry.num_kv_heads, self.geometry.head_dim)
+        if k.shape != shape or v.shape != shape:
+            raise CodecError(f"got k {k.shape} and v {v.shape} for a store that expects {shape}")
 
     def _write(self, layer: int, position: int, k: Any, v: Any) -> None:
         """Store tokens, all of them sinks or all of them in the tail, from a position on."""
@@ -171,6 +185,7 @@ class KVStore:
 
     def read(self, layer: int, keys: Any, values: Any) -> None:
         """Decode a layer's tokens into keys, values (len(store), num_kv_heads, head_dim) f32."""
+        self._check_shapes(keys, values, self._length)
         self._read(layer, 0, self._length, keys, values)
 
     def _read(self, layer: int, start: int, end: int, keys: Any, values: Any) -> None:

@@ -1,0 +1,106 @@
+"""Stores for tests: seeded keys and values, every way to fill a store, and what is in it."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from kvrt.backends.ops import Ops
+from kvrt.kvstore import Geometry, KVSpec, KVStore
+
+GEOMETRY = Geometry(num_layers=2, num_kv_heads=2, head_dim=8)
+
+
+class Tokens(NamedTuple):
+    """Keys and values of n tokens in all layers: (num_layers, n, num_kv_heads, head_dim) f32."""
+
+    keys: np.ndarray
+    values: np.ndarray
+
+    def __len__(self) -> int:
+        return self.keys.shape[1]
+
+    def part(self, start: int, end: int) -> "Tokens":
+        return Tokens(self.keys[:, start:end], self.values[:, start:end])
+
+
+def random_tokens(count: int, geometry: Geometry = GEOMETRY, seed: int = 0) -> Tokens:
+    rng = np.random.default_rng(seed)
+    shape = (geometry.num_layers, count, geometry.num_kv_heads, geometry.head_dim)
+    return Tokens(
+        rng.standard_normal(shape, dtype=np.float32), rng.standard_normal(shape, dtype=np.float32)
+    )
+
+
+def new_store(
+    ops: Ops, spec: str = "f16", geometry: Geometry = GEOMETRY, max_tokens: int = 4096
+) -> KVStore:
+    return KVStore(geometry, KVSpec.parse(spec), ops, max_tokens)
+
+
+def append(store: KVStore, tokens: Tokens) -> None:
+    """Add tokens one by one, as decode does."""
+    for index in range(len(tokens)):
+        one = tokens.part(index, index + 1)
+        for layer in range(store.geometry.num_layers):
+            store.append(
+                layer, on_device(store, one.keys[layer]), on_device(store, one.values[layer])
+            )
+        store.advance()
+
+
+def extend(store: KVStore, tokens: Tokens) -> None:
+    """Add tokens at once, as prefill does."""
+    with store.extending(len(tokens)):
+        for layer in range(store.geometry.num_layers):
+            store.extend(
+                layer, on_device(store, tokens.keys[layer]), on_device(store, tokens.values[layer])
+            )
+
+
+def on_device(store: KVStore, array: np.ndarray) -> np.ndarray:
+    return store.ops.to_device(np.ascontiguousarray(array))
+
+
+def fill(store: KVStore, tokens: Tokens, split: Iterable[int]) -> None:
+    """Add tokens in calls of the given sizes; a size of 0 means one token by `append`."""
+    start = len(store)
+    for size in split:
+        part = tokens.part(start, start + max(size, 1))
+        if size:
+            extend(store, part)
+        else:
+            append(store, part)
+        start += len(part)
+
+
+def read(store: KVStore) -> Tokens:
+    """Everything in a store, decoded: (num_layers, len(store), num_kv_heads, head_dim) f32."""
+    geometry = store.geometry
+    shape = (len(store), geometry.num_kv_heads, geometry.head_dim)
+    layers = []
+    for layer in range(geometry.num_layers):
+        keys, values = store.ops.empty(shape), store.ops.empty(shape)
+        keys.fill(np.nan)
+        values.fill(np.nan)
+        store.read(layer, keys, values)
+        layers.append((store.ops.to_host(keys), store.ops.to_host(values)))
+    return Tokens(np.stack([k for k, _ in layers]), np.stack([v for _, v in layers]))
+
+
+def contents(store: KVStore) -> dict[str, bytes]:
+    """The bytes that hold tokens: pages, sinks and tail in order of position, and the counts."""
+    extent, host = store.view(0).extent, store.ops.to_host
+    rows, first = store._rows, extent.pages * 64
+    slots = [(first + i) % rows for i in range(extent.tail_tokens)]
+    out = {"counts": repr((len(store), extent.sinks, extent.pages, extent.tail_tokens)).encode()}
+    out["pages"] = b"".join(host(slab).tobytes() for slab in store._slabs)
+    for side, sinks, tail in zip("kv", store._sinks, store._tail, strict=True):
+        out[f"{side} sinks"] = host(sinks)[:, :, : extent.sinks].tobytes()
+        out[f"{side} tail"] = host(tail)[:, :, slots].tobytes()
+    return out
+
+
+def stored(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """What float32 numbers are once kept in a stored type, as f32."""
+    return array.astype(dtype).astype(np.float32)

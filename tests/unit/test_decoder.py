@@ -1,0 +1,332 @@
+"""The decoder against the float64 reference: every family, RoPE, cache type and split of calls."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrt.backends.cpu import CpuOps
+from kvrt.config import ModelConfig
+from kvrt.errors import CodecError, ContextFullError, UsageError
+from kvrt.kvstore import Geometry, KVSpec, KVStore
+from kvrt.models import decoder as decoder_module
+from kvrt.models.decoder import Decoder
+from kvrt.models.families import expected_tensors, ignored_tensor
+from kvrt.weights import Weights
+from tests.helpers.compare import assert_close
+from tests.helpers.refs import reference_forward, reference_logits
+from tests.helpers.stores import contents, read
+from tests.helpers.tiny_model import CASES, write_case, write_tiny_model
+from tests.helpers.tolerances import tolerance
+
+LENGTH = 150  # two sealed pages and a part of the third
+IDS = np.random.default_rng(1).integers(0, 320, LENGTH).tolist()
+CACHES = ["f32", "f16", "bf16"]
+
+
+class Made(NamedTuple):
+    config: ModelConfig
+    decoder: Decoder
+    reference: np.ndarray  # (LENGTH, vocab_size) f64
+
+    def store(self, spec: str = "f32", max_tokens: int = 4096) -> KVStore:
+        return KVStore(self.decoder.geometry, KVSpec.parse(spec), self.decoder.ops, max_tokens)
+
+
+def open_decoder(folder: Path, config: ModelConfig, ops: CpuOps) -> Decoder:
+    weights = Weights.open(folder, expected_tensors(config), ignored_tensor)
+    return Decoder(config, weights, ops)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, ops: CpuOps) -> Any:
+    """The model of a case, by name, with its reference; made once."""
+
+    @cache
+    def make(name: str) -> Made:
+        folder = tmp_path_factory.mktemp(name)
+        config = write_case(folder, name)
+        return Made(config, open_decoder(folder, config, ops), reference_logits(folder, IDS))
+
+    return make
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kv", CACHES)
+def test_every_case_against_the_reference(made: Any, name: str, kv: str) -> None:
+    """A prefill, a second one over a cached history, and decode one by one across pages."""
+    model = made(name)
+    store = model.store(kv)
+    parts = [
+        model.decoder.prefill(IDS[:40], store, all_logits=True),
+        model.decoder.prefill(IDS[40:105], store, all_logits=True),
+        *(model.decoder.decode(token, store)[None] for token in IDS[105:]),
+    ]
+    logits = np.concatenate(parts)
+    assert logits.dtype == np.float32 and len(store) == LENGTH
+    assert_close(logits, model.reference, tolerance("logits", kv), name)
+
+
+@pytest.mark.parametrize("kv", ["k=f16,v=f16,sink=4,window=30", "k=f32,v=bf16,sink=70"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3-window"])
+def test_sinks_and_windows_of_the_format(made: Any, name: str, kv: str) -> None:
+    model = made(name)
+    store = model.store(kv)
+    parts = [model.decoder.prefill(IDS[:2], store, all_logits=True)]
+    parts += [model.decoder.decode(token, store)[None] for token in IDS[2:120]]
+    parts += [model.decoder.prefill(IDS[120:], store, all_logits=True)]
+    bound = tolerance("logits", "bf16" if "bf16" in kv else "f16")
+    assert_close(np.concatenate(parts), model.reference, bound, name)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "llama-yarn"])
+def test_the_cache_holds_the_keys_and_values_of_the_reference(
+    tmp_path: Path, ops: CpuOps, name: str
+) -> None:
+    """Logits see only differences of positions; the cache shows the positions themselves."""
+    config = write_case(tmp_path, name)
+    decoder = open_decoder(tmp_path, config, ops)
+    store = KVStore(decoder.geometry, KVSpec.parse("f32"), ops, 100)
+    decoder.prefill(IDS[:40], store)
+    for token in IDS[40:70]:
+        decoder.decode(token, store)
+    reference = reference_forward(tmp_path, IDS[:70])
+    got = read(store)
+    assert_close(got.keys, np.stack(reference.keys), tolerance("linear", "f32"), "keys")
+    assert_close(got.values, np.stack(reference.values), tolerance("linear", "f32"), "values")
+
+
+def test_a_window_of_more_than_a_page_crosses_pages(tmp_path: Path, ops: CpuOps) -> None:
+    config = write_tiny_model(tmp_path, "mistral", sliding_window=90, max_context=512)
+    ids = np.random.default_rng(2).integers(0, 320, 300).tolist()
+    expected = reference_logits(tmp_path, ids)
+    decoder = open_decoder(tmp_path, config, ops)
+    whole = KVStore(decoder.geometry, KVSpec.parse("f32"), ops, 512)
+    logits = decoder.prefill(ids, whole, all_logits=True)
+    assert_close(logits, expected, tolerance("logits", "f32"), "one prefill")
+    stepped = KVStore(decoder.geometry, KVSpec.parse("f32"), ops, 512)
+    decoder.prefill(ids[:85], stepped)
+    steps = [decoder.decode(token, stepped) for token in ids[85:]]
+    assert_close(np.stack(steps), expected[85:], tolerance("logits", "f32"), "decode")
+
+
+def test_prefill_gives_the_last_row_of_all_logits(made: Any) -> None:
+    model = made("llama")
+    last = model.decoder.prefill(IDS, model.store())
+    everything = model.decoder.prefill(IDS, model.store(), all_logits=True)
+    assert last.shape == (320,) and everything.shape == (LENGTH, 320)
+    assert_close(last, everything[-1], tolerance("split", "f32"))
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> list[int]:
+    """Sizes that add up to LENGTH; 0 stands for one token by `decode`."""
+    sizes: list[int] = []
+    left = LENGTH
+    while left:
+        size = draw(st.one_of(st.integers(0, 6), st.sampled_from([17, 63, 64, 65, LENGTH])))
+        size = min(size, left)
+        sizes.append(size)
+        left -= max(size, 1)
+    return sizes
+
+
+def run_split(model: Made, sizes: list[int], store: KVStore) -> np.ndarray:
+    rows, start = [], 0
+    for size in sizes:
+        if size:
+            ids = IDS[start : start + size]
+            rows.append(model.decoder.prefill(ids, store, all_logits=True))
+        else:
+            rows.append(model.decoder.decode(IDS[start], store)[None])
+        start += max(size, 1)
+    return np.concatenate(rows)
+
+
+@settings(max_examples=25)
+@given(sizes=splits(), name=st.sampled_from(["llama", "mistral", "qwen2", "qwen3-window"]))
+def test_any_split_gives_the_logits_of_one_prefill(made: Any, sizes: list[int], name: str) -> None:
+    model = made(name)
+    one, many = model.store(), model.store()
+    whole = model.decoder.prefill(IDS, one, all_logits=True)
+    assert_close(run_split(model, sizes, many), whole, tolerance("split", "f32"), str(sizes))
+
+
+@settings(max_examples=15)
+@given(sizes=splits())
+def test_any_split_gives_the_logits_of_one_prefill_to_the_rounding_of_f16(
+    made: Any, sizes: list[int]
+) -> None:
+    """One prefill sees its own keys exactly, a later call sees them rounded."""
+    model = made("llama")
+    whole = model.decoder.prefill(IDS, model.store("f16"), all_logits=True)
+    parts = run_split(model, sizes, model.store("f16"))
+    assert_close(parts, whole, tolerance("logits", "f16"), str(sizes))
+
+
+def test_chunks_of_a_prefill_change_nothing(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Projections and MLP run over CHUNK_TOKENS tokens at a time; the last chunk is smaller."""
+    model = made("llama-attention-bias")
+    monkeypatch.setattr(decoder_module, "CHUNK_TOKENS", 7)
+    store = model.store()
+    logits = model.decoder.prefill(IDS, store, all_logits=True)
+    assert_close(logits, model.reference, tolerance("logits", "f32"))
+
+
+def test_a_real_number_of_chunks(tmp_path: Path, ops: CpuOps) -> None:
+    size = decoder_module.CHUNK_TOKENS
+    config = write_tiny_model(tmp_path, hidden_size=32, num_layers=1, max_context=2048)
+    decoder = open_decoder(tmp_path, config, ops)
+    ids = np.random.default_rng(3).integers(0, 320, size + 1).tolist()
+    store = KVStore(decoder.geometry, KVSpec.parse("f32"), ops, 2048)
+    logits = decoder.prefill(ids, store, all_logits=True)
+    assert_close(logits, reference_logits(tmp_path, ids), tolerance("logits", "f32"))
+
+
+@pytest.mark.parametrize("kv", ["f16", "k=f16,v=f16,sink=4,window=30"])
+@pytest.mark.parametrize("start", [0, 50, 100])
+@pytest.mark.parametrize("layer", [1, 2])
+def test_an_interrupted_prefill_leaves_no_trace(made: Any, kv: str, start: int, layer: int) -> None:
+    model = made("llama")
+    store, fresh = model.store(kv), model.store(kv)
+    for target in (store, fresh):
+        if start:
+            model.decoder.prefill(IDS[:start], target)
+    before = contents(store)
+
+    def interrupt(done: int, total: int) -> None:
+        assert total == 2
+        if done == layer:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.decoder.prefill(IDS[start:], store, progress=interrupt)
+    assert contents(store) == before
+    again = [model.decoder.prefill(IDS[start:], target) for target in (store, fresh)]
+    assert np.array_equal(*again)
+    step = [model.decoder.decode(5, target) for target in (store, fresh)]
+    assert np.array_equal(*step) and contents(store) == contents(fresh)
+
+
+def test_an_interrupted_step_can_be_done_again(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made("llama")
+    store, fresh = model.store(), model.store()
+    for target in (store, fresh):
+        model.decoder.prefill(IDS[:63], target)
+    attend, calls = CpuOps.attend, []
+
+    def interrupted(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        attend(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuOps, "attend", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.decoder.decode(IDS[100], store)
+    assert len(store) == 63
+    for token in IDS[63:70]:
+        got, want = model.decoder.decode(token, store), model.decoder.decode(token, fresh)
+        assert np.array_equal(got, want)
+    assert contents(store) == contents(fresh)
+
+
+def test_progress_counts_layers(made: Any) -> None:
+    model = made("qwen3-window")
+    seen: list[tuple[int, int]] = []
+    model.decoder.prefill(IDS[:5], model.store(), progress=lambda a, b: seen.append((a, b)))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_truncating_and_going_on_is_a_fresh_run(made: Any) -> None:
+    model = made("llama")
+    store, fresh = model.store("f16"), model.store("f16")
+    model.decoder.prefill(IDS, store)
+    store.truncate(90)
+    model.decoder.prefill(IDS[:90], fresh)
+    steps = [
+        [model.decoder.decode(token, target) for token in IDS[:9]] for target in (store, fresh)
+    ]
+    # The key and value of a token differ in the last bit between prefills of different length.
+    assert_close(steps[0], steps[1], tolerance("logits", "f16"))
+
+
+def test_several_stores_do_not_mix(made: Any) -> None:
+    model = made("llama")
+    stores = [model.store(), model.store()]
+    order = [IDS[:40], IDS[40:80]]
+    alone = [
+        [model.decoder.decode(token, target) for token in ids]
+        for ids, target in zip(order, (model.store(), model.store()), strict=True)
+    ]
+    for step in range(40):
+        for ids, target, expected in zip(order, stores, alone, strict=True):
+            assert np.array_equal(model.decoder.decode(ids[step], target), expected[step])
+
+
+def test_logits_belong_to_the_caller(made: Any) -> None:
+    model = made("llama")
+    store = model.store()
+    first = model.decoder.decode(1, store)
+    kept = first.copy()
+    model.decoder.decode(2, store)
+    assert np.array_equal(first, kept)
+
+
+@pytest.mark.parametrize("bad", [-1, 320, 1 << 40])
+@pytest.mark.parametrize("position", [0, 3])
+def test_ids_outside_the_vocabulary_are_refused(made: Any, bad: int, position: int) -> None:
+    """They would read past the end of the embedding."""
+    model = made("llama")
+    store = model.store()
+    ids = [1, 2, 3, 4]
+    ids[position] = bad
+    with pytest.raises(UsageError, match=f"token id {bad} is outside the vocabulary of 320 tokens"):
+        model.decoder.prefill(ids, store)
+    with pytest.raises(UsageError, match="outside the vocabulary"):
+        model.decoder.decode(bad, store)
+    assert len(store) == 0
+
+
+def test_the_last_id_of_the_vocabulary_works(made: Any) -> None:
+    model = made("llama")
+    assert np.isfinite(model.decoder.prefill([0, 319], model.store())).all()
+
+
+def test_no_tokens_are_refused(made: Any) -> None:
+    model = made("llama")
+    with pytest.raises(UsageError, match="no tokens to decode"):
+        model.decoder.prefill([], model.store())
+
+
+def test_a_full_context_is_refused_before_any_work(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = made("llama")
+    store = model.store(max_tokens=10)
+    model.decoder.prefill(IDS[:9], store)
+    before = contents(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuOps, "embed", lambda *_: pytest.fail("worked"))
+        with pytest.raises(ContextFullError, match="the limit is 10"):
+            model.decoder.prefill([1, 2], store)
+        store.max_tokens = 9
+        with pytest.raises(ContextFullError, match="the limit is 9"):
+            model.decoder.decode(1, store)
+    store.max_tokens = 10
+    assert contents(store) == before
+    model.decoder.decode(1, store)
+    assert len(store) == 10
+
+
+def test_a_store_of_another_geometry_is_refused(made: Any, ops: CpuOps) -> None:
+    store = KVStore(Geometry(2, 2, 8), KVSpec.parse("f16"), ops, 100)
+    with pytest.raises(CodecError, match="the store is for Geometry"):
+        made("llama").decoder.prefill([1], store)
+    with pytest.raises(CodecError, match="the store is for Geometry"):
+        made("llama").decoder.decode(1, store)
