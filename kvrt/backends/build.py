@@ -28,7 +28,11 @@ from .native import HEADER_SLOTS, KERNEL_MODULES, UNWRITABLE, Manifest, linker
 _FAST = {"reassoc", "contract", "nsz"}
 # No reference counts: kernels allocate nothing, and the library must not need Numba's run-time.
 _OPTIONS: dict[str, Any] = {"error_model": "numpy", "_nrt": False}
-_ARITHMETIC: dict[str, Any] = {"fast": _FAST, "exact": False}
+_MODES: dict[str, dict[str, Any]] = {
+    "fast": {"fastmath": _FAST},
+    "inline": {"fastmath": _FAST, "forceinline": True},
+    "exact": {"fastmath": False},
+}
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
@@ -75,8 +79,8 @@ def compile_kernels() -> dict[str, tuple[Any, list[str]]]:
     intrinsics.bind()
     for module in KERNEL_MODULES:
         __import__(module)
-    for function, arithmetic in jit.DEVICE_FUNCTIONS:
-        compiled = numba.njit(function, fastmath=_ARITHMETIC[arithmetic], **_OPTIONS)
+    for function, mode in jit.DEVICE_FUNCTIONS:
+        compiled = numba.njit(function, **_MODES[mode], **_OPTIONS)
         function.__globals__[function.__name__] = compiled
     result = {}
     for name, function in jit.KERNELS.items():

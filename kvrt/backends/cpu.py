@@ -295,9 +295,14 @@ class CpuOps:
 
     # Cache
 
-    def append(self, source: Tensor, kind: int, target: int, rows: int, slot: int) -> None:
-        n, heads, dim = source.shape
-        self.kernels.append(n, _FEW_ROWS, _at(source), heads, dim, kind, target, rows, slot)
+    def append(self, view: PageView, k: Tensor, v: Tensor, slot: int, sink: bool = False) -> None:
+        n, heads, dim = k.shape
+        self.kernels.append(
+            n, _FEW_ROWS, _at(k), _at(v), heads, dim,
+            view.sink_rows if sink else view.tail_rows, slot,
+            view.key_kind, view.sink_keys_address if sink else view.tail_keys_address,
+            view.value_kind, view.sink_values_address if sink else view.tail_values_address,
+        )  # fmt: skip
 
     def recall(self, source: int, kind: int, rows: int, slot: int, out: Tensor) -> None:
         n, heads, dim = out.shape

@@ -42,7 +42,7 @@ def float_to_bfloat(x):
     return np.uint16(rounded >> np.uint32(16))
 
 
-@jit.device
+@jit.inline
 def load_rows(address, kind, rows, cols, out):
     """Widen `rows * cols` stored floats at `address` into out[:rows, :cols] (float32)."""
     if kind == F32:
@@ -124,7 +124,7 @@ def exp_minus(x, shift, scale):
     return total
 
 
-@jit.device
+@jit.inline
 def inner(x, y):
     """The dot product of two float32 vectors."""
     total = np.float32(0.0)
@@ -133,7 +133,7 @@ def inner(x, y):
     return total
 
 
-@jit.device
+@jit.inline
 def inner4(x, rows, t):
     """The dot products of a vector with rows t .. t + 3 of a matrix."""
     a, b, c, d = rows[t], rows[t + 1], rows[t + 2], rows[t + 3]
@@ -147,7 +147,7 @@ def inner4(x, rows, t):
     return sum_a, sum_b, sum_c, sum_d
 
 
-@jit.device
+@jit.inline
 def add_scaled4(rows, factors, t, out):
     """out += the rows t .. t + 3 of a matrix, each times its factor."""
     a, b, c, d = rows[t], rows[t + 1], rows[t + 2], rows[t + 3]
@@ -156,14 +156,14 @@ def add_scaled4(rows, factors, t, out):
         out[j] += (fa * a[j] + fb * b[j]) + (fc * c[j] + fd * d[j])
 
 
-@jit.device
+@jit.inline
 def add_scaled(x, factor, out):
     """out += factor * x."""
     for j in range(out.shape[0]):
         out[j] += factor * x[j]
 
 
-@jit.device
+@jit.inline
 def scale(x, factor):
     """x *= factor."""
     for j in range(x.shape[0]):

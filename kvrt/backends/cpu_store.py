@@ -21,15 +21,20 @@ def row_bytes(kind, dim):
 @jit.kernel
 def append(
     thread, begin, end,
-    source: Address, heads: Int, dim: Int, kind: Int, target: Address, rows: Int, slot: Int,
+    keys: Address, values: Address, heads: Int, dim: Int, rows: Int, slot: Int,
+    key_kind: Int, key_ring: Address, value_kind: Int, value_ring: Address,
 ):  # fmt: skip
-    """Store source (n, heads, dim) f32 at ring slots slot, slot + 1, ...; one item is one token."""
-    tokens = jit.array(source, (end, heads, dim), np.float32)
-    size = row_bytes(kind, dim)
+    """Store keys, values (n, heads, dim) f32 at ring slots slot, ...; one item is one token."""
+    new_keys = jit.array(keys, (end, heads, dim), np.float32)
+    new_values = jit.array(values, (end, heads, dim), np.float32)
+    key_bytes = row_bytes(key_kind, dim)
+    value_bytes = row_bytes(value_kind, dim)
     for i in range(begin, end):
         place = (slot + i) % rows
         for h in range(heads):
-            cpu_math.store_row(tokens[i, h], kind, target + (h * rows + place) * size)
+            row = h * rows + place
+            cpu_math.store_row(new_keys[i, h], key_kind, key_ring + row * key_bytes)
+            cpu_math.store_row(new_values[i, h], value_kind, value_ring + row * value_bytes)
 
 
 @jit.device

@@ -42,6 +42,12 @@ def device(function: F) -> F:
     return function
 
 
+def inline(function: F) -> F:
+    """Register a device function that is copied into its callers, constants and all."""
+    DEVICE_FUNCTIONS.append((function, "inline"))
+    return function
+
+
 def exact(function: F) -> F:
     """Register a function whose arithmetic is done as written, without reordering."""
     DEVICE_FUNCTIONS.append((function, "exact"))

@@ -101,8 +101,8 @@ class Ops(Protocol):
         """Attention of one token over everything in the view: q, out (heads, head_dim)."""
         ...
 
-    def append(self, source: Array, kind: int, target: int, rows: int, slot: int) -> None:
-        """Store source (n, kv_heads, head_dim) in the ring (kv_heads, rows, head_dim) at target."""
+    def append(self, view: PageView, k: Array, v: Array, slot: int, sink: bool = False) -> None:
+        """Store k, v (n, kv_heads, head_dim) in the tail from a ring slot on, or in the sinks."""
         ...
 
     def recall(self, source: int, kind: int, rows: int, slot: int, out: Array) -> None:

@@ -174,12 +174,9 @@ class KVStore:
         """Store tokens, all of them sinks or all of them in the tail, from a position on."""
         view, sink = self._views[layer], self.spec.sink
         if position < sink:
-            targets, rows, slot = (view.sink_keys_address, view.sink_values_address), sink, position
+            self.ops.append(view, k, v, position, sink=True)
         else:
-            targets = (view.tail_keys_address, view.tail_values_address)
-            rows, slot = self._rows, (position - sink) % self._rows
-        self.ops.append(k, view.key_kind, targets[0], rows, slot)
-        self.ops.append(v, view.value_kind, targets[1], rows, slot)
+            self.ops.append(view, k, v, (position - sink) % self._rows)
 
     # Reading back, and forgetting
 

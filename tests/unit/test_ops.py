@@ -10,6 +10,7 @@ import pytest
 from kvrt.backends import get_ops
 from kvrt.backends.cpu import CpuOps
 from kvrt.backends.ops import Linear
+from kvrt.backends.view import Extent, PageView
 from kvrt.errors import KernelError, UnsupportedError, UsageError
 from tests.helpers.compare import assert_close
 from tests.helpers.tolerances import EXACT, tolerance
@@ -218,6 +219,28 @@ def test_every_half_is_widened_exactly(ops: CpuOps) -> None:
         assert np.array_equal(got[numbers].view("u4"), table.astype("f4")[numbers].view("u4"))
 
 
+def ring_view(keys: np.ndarray, values: np.ndarray, kind: int) -> PageView:
+    """A view whose tail rings are these arrays (kv_heads, rows, head_dim)."""
+    heads, rows, dim = keys.shape
+    return PageView(
+        extent=Extent(),
+        kernels="dense",
+        num_kv_heads=heads,
+        head_dim=dim,
+        key_kind=kind,
+        value_kind=kind,
+        sink_rows=0,
+        tail_rows=rows,
+        layer_offset=0,
+        run_bytes=0,
+        settings_address=0,
+        sink_keys_address=0,
+        sink_values_address=0,
+        tail_keys_address=keys.ctypes.data,
+        tail_values_address=values.ctypes.data,
+    )
+
+
 @pytest.mark.parametrize("stored", DTYPES)
 def test_narrowing_rounds_to_nearest_even(ops: CpuOps, stored: str) -> None:
     """Bits from all over float32: subnormal results, overflow to infinity, ties, NaN."""
@@ -232,12 +255,15 @@ def test_narrowing_rounds_to_nearest_even(ops: CpuOps, stored: str) -> None:
     values = np.concatenate([ends, wild, *between]).reshape(-1, 1, 8)  # (1001, 1, 8) f32
     count = len(values)
     kept = np.zeros((1, count, 8), DTYPES[stored])
-    ops.append(ops.to_device(values), KINDS[stored], kept.ctypes.data, count, 0)
+    other = np.zeros_like(kept)
+    device = ops.to_device(values)
+    ops.append(ring_view(kept, other, KINDS[stored]), device, ops.to_device(-values), 0)
     with np.errstate(over="ignore", invalid="ignore"):
         expected = values[:, 0].astype(DTYPES[stored])
     got, want = kept[0].astype("f4"), expected.astype("f4")
     np.testing.assert_array_equal(got, want)
     assert np.isnan(want).any() and np.isinf(want).any()
+    np.testing.assert_array_equal(other[0].astype("f4"), -want)
     out = nan_array(ops, values.shape)
     ops.recall(kept.ctypes.data, KINDS[stored], count, 0, out)
     np.testing.assert_array_equal(ops.to_host(out)[:, 0], want)
@@ -245,10 +271,12 @@ def test_narrowing_rounds_to_nearest_even(ops: CpuOps, stored: str) -> None:
 
 def test_append_and_recall_go_around_the_ring(ops: CpuOps) -> None:
     values = normal((5, 2, 3), 0)
-    ring = np.full((2, 7, 3), np.nan, "f4")  # (heads, rows, dim)
-    ops.append(ops.to_device(values), KINDS["f32"], ring.ctypes.data, 7, 4)
+    ring, other = (np.full((2, 7, 3), np.nan, "f4") for _ in range(2))  # (heads, rows, dim)
+    view = ring_view(ring, other, KINDS["f32"])
+    ops.append(view, ops.to_device(values), ops.to_device(2 * values), 4)
     assert np.array_equal(ring[:, [4, 5, 6, 0, 1]], values.swapaxes(0, 1))
-    assert np.isnan(ring[:, [2, 3]]).all()
+    assert np.array_equal(other[:, [4, 5, 6, 0, 1]], 2 * values.swapaxes(0, 1))
+    assert np.isnan(ring[:, [2, 3]]).all() and np.isnan(other[:, [2, 3]]).all()
     out = nan_array(ops, (5, 2, 3))
     ops.recall(ring.ctypes.data, KINDS["f32"], 7, 4, out)
     assert np.array_equal(out, values)
