@@ -23,12 +23,14 @@ from .console import (
     error_line,
     note,
     timing_lines,
+    user_path,
     wants_colour,
 )
 from .line_reader import LineReader, terminal_reader
 from .main import CommandState
 from .options import (
     ModelChoice,
+    SamplingFlags,
     model_options,
     open_model,
     predict_option,
@@ -40,7 +42,6 @@ from .options import (
 if TYPE_CHECKING:
     from ..chat import Chat
     from ..generate import Model
-    from ..sampler import SamplingParams
 
 AT_THE_PROMPT = "(Ctrl-D or /exit leaves; Ctrl-C stops an answer)"
 
@@ -63,7 +64,7 @@ def command(
     file: str | None,
     system: str | None,
     predict: int,
-    sampling: SamplingParams,
+    sampling: SamplingFlags,
     session: str | None,
     color: bool | None,
     verbose: bool,
@@ -82,7 +83,7 @@ def command(
     session_file = _session_file(session)
     model = open_model(choice)
     # The default None would hide that -sys "" asks for no system message.
-    chat = model.chat(sampling=sampling)
+    chat = model.chat(sampling=sampling.over(model.sampling))
     chat.max_tokens = None if predict == -1 else predict
     if session_file is not None and session_file.exists():
         chat.load(session_file)
@@ -103,7 +104,8 @@ def command(
 class Talk:
     """A chat at the terminal: streams answers to stdout and says on stderr how they ended.
 
-    `attached` holds the texts that /read put before the next message.
+    `attached` holds the texts that /read put before the next message. They stay if that message is
+    stopped before it is part of the conversation, but not if it is refused: it would be so again.
     """
 
     def __init__(self, chat: Chat, *, verbose: bool, colour: bool, interactive: bool) -> None:
@@ -116,8 +118,16 @@ class Talk:
     def say(self, text: str) -> None:
         """Send a message and show the answer."""
         message = "\n\n".join([*self.attached, text])
-        self.attached.clear()
-        self._show(lambda **how: self.chat.send(message, **how))
+        before = self.chat.messages
+        refused = False
+        try:
+            self._show(lambda **how: self.chat.send(message, **how))
+        except KvrtError:
+            refused = True
+            raise
+        finally:
+            if refused or self.chat.messages is not before:
+                self.attached.clear()
 
     def again(self) -> None:
         """Show another answer to the last message."""
@@ -247,7 +257,7 @@ def saved_at_exit(chat: Chat, path: Path | None) -> Iterator[Callable[[], None]]
 
 
 def banner(model: Model, chat: Chat, *, interactive: bool) -> str:
-    """Model, device, threads, cache format and its cost, context limit."""
+    """Model, device, threads, cache format and its cost, context limit in tokens."""
     from ..kvstore import Geometry, bits_per_element, bytes_per_token
 
     config = model.config
@@ -257,7 +267,7 @@ def banner(model: Model, chat: Chat, *, interactive: bool) -> str:
         f"{config.parameters() / 1e6:,.1f} M parameters) on {model.ops.device_name}",
         f"cache {model.spec}: {bits_per_element(geometry, model.spec):.2f} bits per element, "
         f"{bytes_per_token(geometry, model.spec):,.0f} bytes per token; "
-        f"context limit {model.max_context:,} tokens",
+        f"context limit {model.max_context:,}",
     ]
     if chat.messages and interactive:
         lines.append(f"{len(chat.messages)} messages so far")
@@ -270,7 +280,7 @@ def _session_file(session: str | None) -> Path | None:
     """The path of --session, refused now rather than at the end if it can never be written."""
     if session is None:
         return None
-    path = Path(session).expanduser()
+    path = user_path(session, "--session")
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(f"--session: {path} is not a file in an existing folder")
     return path

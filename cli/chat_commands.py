@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from .console import format_bytes, note, read_text_file, timing_lines
+from .console import format_bytes, note, read_text_file, timing_lines, user_path
 from .options import SAMPLING, sampling_with
 
 if TYPE_CHECKING:
@@ -85,13 +84,13 @@ def _read(talk: Talk, path: str) -> None:
 
 
 def _save(talk: Talk, path: str) -> None:
-    target = Path(_needed(path, "/save")).expanduser()
+    target = user_path(_needed(path, "/save"), "/save")
     talk.chat.save(target)
     note(f"saved {len(talk.chat.messages)} messages to {target}")
 
 
 def _load(talk: Talk, path: str) -> None:
-    talk.chat.load(Path(_needed(path, "/load")).expanduser())
+    talk.chat.load(user_path(_needed(path, "/load"), "/load"))
     note(f"loaded {len(talk.chat.messages)} messages from {path}")
 
 

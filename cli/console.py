@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TextIO
@@ -25,12 +25,16 @@ YELLOW = "33"
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr UTF-8 whatever the locale, and usable even when closed."""
+    """Make the standard streams UTF-8 whatever the locale, and usable even when closed."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    for stream, errors in ((sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
+    for stream, errors in (
+        (sys.stdin, "surrogateescape"),  # what is typed; kept, for an error that names the place
+        (sys.stdout, "replace"),
+        (sys.stderr, "backslashreplace"),
+    ):
         reconfigure = getattr(stream, "reconfigure", None)  # absent on a test's capture
         if reconfigure is not None:
             reconfigure(encoding="utf-8", errors=errors)
@@ -96,13 +100,28 @@ def wants_colour(choice: bool | None, stream: TextIO) -> bool:
     return choice is True or not plain
 
 
+def user_path(text: str, option: str) -> Path:
+    """A path as a person typed it, with `~` expanded. UsageError for one that no file can have."""
+    if not text:
+        raise UsageError(f"{option}: the path is empty")
+    try:
+        path = Path(text).expanduser()
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        pass  # whether it has to be there is the caller's matter
+    except (OSError, ValueError, RuntimeError) as error:  # too long; a NUL; no such ~user
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{option}: {text!r:.80} is no possible path: {reason}") from None
+    return path
+
+
 def read_text_file(path: str, option: str) -> str:
     """Text of a UTF-8 file, less one last newline.
 
     Raises UsageError if it cannot be read, KvrtError naming the place if it is not UTF-8.
     """
     try:
-        data = Path(path).expanduser().read_bytes()
+        data = user_path(path, option).read_bytes()
     except OSError as error:
         raise UsageError(f"{option}: cannot read {path}: {error.strerror or error}") from error
     return _decode(data, path)
@@ -171,16 +190,16 @@ class PromptProgress:
     stream: TextIO
     clock: Callable[[], float] = monotonic
     delay_s: float = 1.0
-    _started: float | None = None
-    _shown: int = -1
+    _started: float = field(init=False)
+    _shown: int = field(default=-1, init=False)
+
+    def __post_init__(self) -> None:
+        self._started = self.clock()
 
     def __call__(self, done: int, total: int) -> None:
         """Progress of a prefill, in units of the decoder's own."""
-        now = self.clock()
-        if self._started is None:
-            self._started = now
         percent = 100 * done // max(total, 1)
-        if now - self._started >= self.delay_s and percent != self._shown:
+        if self.clock() - self._started >= self.delay_s and percent != self._shown:
             self._shown = percent
             self.stream.write(f"\rreading the prompt: {percent:3d} %")
             self.stream.flush()

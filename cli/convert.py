@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from ..errors import UsageError
-from .console import check_unicode, emit, emit_json
+from .console import check_unicode, emit, emit_json, user_path
 from .options import common_options
 
 
@@ -34,7 +32,8 @@ def command(
     from ..paths import storage_errors
     from .progress import console_progress
 
-    source, target = Path(check_unicode(file, "FILE")), Path(check_unicode(folder, "DIR"))
+    source = user_path(check_unicode(file, "FILE"), "FILE")
+    target = user_path(check_unicode(folder, "DIR"), "DIR")
     with storage_errors(target):
         occupied = target.is_dir() and any(target.iterdir())
     if occupied and not force:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import click
 
@@ -12,6 +11,7 @@ from ..errors import UsageError
 from .console import emit, emit_json, note, timing_lines
 from .options import (
     ModelChoice,
+    SamplingFlags,
     model_options,
     open_model,
     predict_option,
@@ -19,9 +19,6 @@ from .options import (
     read_prompt,
     sampling_options,
 )
-
-if TYPE_CHECKING:
-    from ..sampler import SamplingParams
 
 
 @click.command("generate")
@@ -35,7 +32,7 @@ def command(
     prompt: str | None,
     file: str | None,
     predict: int,
-    sampling: SamplingParams,
+    sampling: SamplingFlags,
     as_json: bool,
     verbose: bool,
 ) -> None:
@@ -50,7 +47,7 @@ def command(
     if not text:
         raise UsageError("the prompt is empty: give -p TEXT or -f FILE, or pipe text to stdin")
     model = open_model(choice)
-    run = model.start(text, None if predict == -1 else predict, sampling)
+    run = model.start(text, None if predict == -1 else predict, sampling.over(model.sampling))
     for step in run:
         if step.text and not as_json:
             emit(step.text)

@@ -7,8 +7,8 @@ The words are llama.cpp's, since people paste them into scripts. Ranges live in 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,6 +53,17 @@ class ModelChoice:
     max_context: int | None
     device: str
     threads: int | None
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """The sampling parameters that the command line names; the model has a say in the others."""
+
+    named: Mapping[str, Any]
+
+    def over(self, base: SamplingParams) -> SamplingParams:
+        """The parameters in effect: `base` (the model's own), changed where a flag was given."""
+        return replace(base, **self.named)
 
 
 def common_options(function: Function) -> Function:
@@ -124,19 +135,17 @@ def model_options(function: Function) -> Function:
 
 
 def sampling_options(function: Function) -> Function:
-    """The sampling flags and -s/--seed; the command gets them as `sampling`."""
+    """The sampling flags and -s/--seed; the command gets them as `sampling`, a SamplingFlags."""
     from ..sampler import SamplingParams
 
     defaults = SamplingParams()
-    fields = [field for _, field, _, _ in SAMPLING]
 
     @wraps(function)
     def call(seed: int, logit_bias: tuple[tuple[int, float], ...], **rest: Any) -> Any:
-        values = {field: rest.pop(field) for field in fields}
-        sampling = SamplingParams(
-            **values, seed=None if seed == -1 else seed, logit_bias=logit_bias
-        )
-        return function(sampling=sampling, **rest)
+        given = {field: rest.pop(field) for _, field, _, _ in SAMPLING}
+        named = {field: value for field, value in given.items() if value is not None}
+        named |= {"seed": None if seed == -1 else seed, "logit_bias": logit_bias}
+        return function(sampling=SamplingFlags(named), **rest)
 
     wrapped: Any = click.option(
         "-s",
@@ -159,13 +168,19 @@ def sampling_options(function: Function) -> Function:
             *words,
             field,
             type=kind,
-            default=getattr(defaults, field),
-            show_default=True,
+            default=None,
             metavar="N" if kind is int else "X",
             callback=_sampling_value,
-            help=text,
+            help=f"{text}  [default: {_default_text(field, defaults)}]",
         )(wrapped)
     return wrapped
+
+
+def _default_text(field: str, defaults: SamplingParams) -> str:
+    from ..recommended import RECOMMENDABLE
+
+    value = getattr(defaults, field)
+    return f"the model's, else {value}" if field in RECOMMENDABLE else str(value)
 
 
 def prompt_options(function: Function) -> Function:
@@ -209,7 +224,7 @@ def open_model(choice: ModelChoice) -> Model:
     from ..generate import load
 
     return load(
-        choice.model or default_model(),
+        default_model() if choice.model is None else choice.model,
         device=choice.device,
         kv=choice.kv,
         max_context=choice.max_context,
@@ -234,8 +249,6 @@ def default_model() -> str:
 
 def sampling_with(sampling: SamplingParams, field: str, text: str) -> SamplingParams:
     """The parameters with one field read from text. Raises UsageError for an impossible value."""
-    from dataclasses import replace
-
     kind: type = int if field == "seed" else next(k for _, f, k, _ in SAMPLING if f == field)
     try:
         value = kind(text)
@@ -250,6 +263,8 @@ def sampling_with(sampling: SamplingParams, field: str, text: str) -> SamplingPa
 def _sampling_value(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
     from ..sampler import SamplingParams
 
+    if value is None:
+        return None
     try:
         SamplingParams(**{str(parameter.name): value})
     except UsageError as error:

@@ -50,7 +50,7 @@ class Chat:
         sampling: SamplingParams | None = None,
         max_tokens: int | None = None,
     ) -> None:
-        """Raises UnsupportedError if the model has no chat template."""
+        """`sampling` None is the model's own. Raises UnsupportedError without a chat template."""
         if model.tokenizer.template is None:
             raise UnsupportedError(
                 f"{model.name} has no chat template, so it cannot chat; "
@@ -61,7 +61,7 @@ class Chat:
         self.messages: list[Message] = []
         self.max_tokens = max_tokens
         self.finish_reason: FinishReason | None = None
-        self.set_sampling(sampling or SamplingParams())
+        self.set_sampling(sampling or model.sampling)
         self.set_system(system)
 
     @property

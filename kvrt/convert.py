@@ -60,14 +60,18 @@ class _Entry:
 
 
 def convert_gguf(
-    source: Path, target: Path, progress: Progress | None = None, name: str | None = None
+    source: Path,
+    target: Path,
+    progress: Progress | None = None,
+    name: str | None = None,
+    generation: Mapping[str, Any] | None = None,
 ) -> None:
     """Convert a GGUF to the model folder `target`, replacing an older one only when complete.
 
     Writes config.json, generation_config.json, tokenizer.json, tokenizer_config.json (with the
-    chat template) and model.safetensors in float16. `name` is kept as `_name_or_path`. Raises
-    UsageError, UnsupportedError, ConfigError, WeightError or StorageError; `target` is untouched
-    then.
+    chat template) and model.safetensors in float16. `name` is kept as `_name_or_path`;
+    `generation` is added to generation_config.json. Raises UsageError, UnsupportedError,
+    ConfigError, WeightError or StorageError; `target` is untouched then.
     """
     source, target = Path(source), Path(target)
     if target.exists() and not target.is_dir():
@@ -85,7 +89,7 @@ def convert_gguf(
         with atomic_folder(target) as folder:
             _check_space(folder, target, entries)
             _write_json(folder / "config.json", config)
-            _write_json(folder / "generation_config.json", generation_config(meta))
+            _write_json(folder / "generation_config.json", generation_config(meta, generation))
             _write_json(folder / "tokenizer_config.json", tokenizer_config)
             (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8", newline="\n")
             _write_tensors(folder / "model.safetensors", gguf, entries, progress or silent)

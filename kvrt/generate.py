@@ -91,7 +91,8 @@ class Model:
     """A model ready to run: weights, tokenizer, device and cache format.
 
     It holds no cache of its own: every `generate` starts an empty one, a `Chat` or a `Session`
-    keeps one. Make it with `kvrt.load`.
+    keeps one. Make it with `kvrt.load`. `sampling` is how tokens are drawn where the caller does
+    not say: the model's own recommendation; `dataclasses.replace` changes parts of it.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Model:
         max_context: int,
         weight_bytes: int,
         new_store: Callable[[], KVStore],
+        sampling: SamplingParams,
     ) -> None:
         self.name = name
         self.config = config
@@ -115,6 +117,7 @@ class Model:
         self.spec = spec
         self.max_context = max_context
         self.weight_bytes = weight_bytes
+        self.sampling = sampling
         self._new_store = new_store
 
     def __repr__(self) -> str:
@@ -153,8 +156,10 @@ class Model:
     ) -> Generation:
         """Continue `prompt` (text, or token ids) by up to `max_tokens` tokens.
 
-        None means until a stop or the context limit. The text ends before the first of the `stop`
-        strings. Raises UsageError for an empty prompt, ContextFullError for one that does not fit.
+        None means until a stop or the context limit. The text follows the prompt's as it is, its
+        leading space kept, and ends before the first of the `stop` strings. Without `sampling` it
+        is the model's own. Raises UsageError for an empty prompt, ContextFullError for one that
+        does not fit.
         """
         run = self.start(prompt, max_tokens, sampling, stop)
         for _ in run:
@@ -189,12 +194,19 @@ class Model:
             ids = self._checked_ids(prompt)
         sampler = self.new_sampler(sampling)
         session = self.new_session()
-        steps = session.run(ids, max_tokens, sampler, stop, cancel=cancel, progress=progress)
+        # After a prompt of control tokens alone (a bare bos) the text begins, it does not go on.
+        continued = isinstance(prompt, str) or self.tokenizer.decode(ids, continued=True) != ""
+        steps = session.run(
+            ids, max_tokens, sampler, stop, continued=continued, cancel=cancel, progress=progress
+        )
         return Run(session, steps, self.spec)
 
     def new_sampler(self, sampling: SamplingParams | None = None) -> Sampler:
-        """A sampler whose token ids are checked against this model's vocabulary."""
-        sampling = sampling or SamplingParams()
+        """A sampler whose token ids are checked against this model's vocabulary.
+
+        None is the model's own `sampling`, here and everywhere.
+        """
+        sampling = sampling or self.sampling
         for token_id, _ in sampling.logit_bias:
             self._check_id(token_id, "the logit bias")
         return Sampler(sampling)
@@ -242,10 +254,12 @@ def load(
     """
     from . import hub
     from .backends import check_device, get_ops
+    from .backends.memory import release_freed
     from .config import ModelConfig
     from .kvstore import Geometry, KVSpec, KVStore, bits_per_element
     from .models.decoder import Decoder
     from .models.families import expected_tensors, ignored_tensor
+    from .recommended import recommended_sampling
     from .tokenizer import Tokenizer
     from .weights import Weights
 
@@ -256,7 +270,9 @@ def load(
     limit = _context_limit(max_context, config.max_context)
     geometry = Geometry(config.num_layers, config.num_kv_heads, config.head_dim)
     bits_per_element(geometry, spec)  # refuses a format that cannot hold this geometry
+    sampling = recommended_sampling(folder)
     tokenizer = Tokenizer.from_dir(folder, config)
+    release_freed()  # what parsing the vocabulary left behind
     weights = Weights.open(folder, expected_tensors(config), ignored_tensor)
     ops = get_ops(device, threads)  # last, since it may compile kernels
     return Model(
@@ -269,6 +285,7 @@ def load(
         max_context=limit,
         weight_bytes=weights.nbytes,
         new_store=lambda: KVStore(geometry, spec, ops, limit),
+        sampling=sampling,
     )
 
 

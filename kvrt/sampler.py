@@ -245,10 +245,16 @@ def _check_best(value: float) -> None:
 
 def _check_number(name: str, value: Any, low: float, high: float, expected: str) -> None:
     is_number = isinstance(value, (int, float, np.floating, np.integer))
-    if not is_number or isinstance(value, bool) or not math.isfinite(value):
-        raise UsageError(f"{name} is {value!r}, expected {expected}")
-    if not low <= value <= high:
-        raise UsageError(f"{name} is {value!r}, expected {expected}")
+    is_number = is_number and not isinstance(value, bool)
+    if not is_number or not _is_finite(value) or not low <= value <= high:
+        raise UsageError(f"{name} is {value!r:.60}, expected {expected}")
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond every float
+        return False
 
 
 def _check_integer(name: str, value: Any, low: int | None, high: int | None, expected: str) -> None:

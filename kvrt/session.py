@@ -38,7 +38,7 @@ class SessionTokenizer(Protocol):
     @property
     def stop_ids(self) -> frozenset[int]: ...
 
-    def stream(self) -> TokenStream: ...
+    def stream(self, *, continued: bool = False) -> TokenStream: ...
 
 
 class SessionDecoder(Protocol):
@@ -180,7 +180,6 @@ class Session:
         if kept < len(self.tokens):
             del self.tokens[kept:]
             self.store.truncate(kept)
-        self.timings = Timings(prompt_tokens=len(ids), reused_tokens=kept)
         started = perf_counter()
         rest = ids[kept:]
         if len(rest) == 1:
@@ -188,7 +187,8 @@ class Session:
         else:
             logits = self._decoder.prefill(rest, self.store, progress=progress)
         self.tokens.extend(rest)
-        self.timings.prefill_s = perf_counter() - started
+        seconds = perf_counter() - started
+        self.timings = Timings(prompt_tokens=len(ids), reused_tokens=kept, prefill_s=seconds)
         return logits
 
     def run(
@@ -198,27 +198,32 @@ class Session:
         sampler: Sampler,
         stop: Sequence[str] = (),
         *,
+        continued: bool = False,
         cancel: Cancel | None = None,
         progress: PrefillProgress | None = None,
     ) -> Iterator[Step]:
         """Feed `token_ids`, then draw up to `max_tokens` tokens (None: until a stop or the limit).
 
-        `cancel` is asked between tokens and during the prefill; once it says True the run ends with
-        the reason "interrupted". Wrong arguments and a prompt that does not fit raise here and now,
-        before any step is asked for.
+        `continued`: the text goes on from the prompt's, so its leading space is kept (SentencePiece
+        models drop it where a text begins). `cancel` is asked between tokens and during the
+        prefill; once it says True the run ends with the reason "interrupted". Wrong arguments and
+        a prompt that does not fit raise here and now, before any step is asked for.
         """
         if max_tokens is not None and max_tokens < 0:
             raise UsageError(f"max_tokens must be at least 0, or None, got {max_tokens}")
         if not token_ids:
             raise UsageError("the prompt is empty")
         self.check_fits(len(token_ids))
-        return self._steps(token_ids, max_tokens, sampler, StopStrings(stop), cancel, progress)
+        stream = self._tokenizer.stream(continued=continued)
+        stops = StopStrings(stop)
+        return self._steps(token_ids, max_tokens, sampler, stream, stops, cancel, progress)
 
     def _steps(
         self,
         token_ids: Sequence[int],
         max_tokens: int | None,
         sampler: Sampler,
+        stream: TokenStream,
         stops: StopStrings,
         cancel: Cancel | None,
         progress: PrefillProgress | None,
@@ -229,7 +234,6 @@ class Session:
             yield Step(None, "", "interrupted")
             return
         timings = self.timings
-        stream = self._tokenizer.stream()
         reason: FinishReason | None = "length" if max_tokens == 0 else None
         last: int | None = None
         while reason is None:

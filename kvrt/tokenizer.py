@@ -52,7 +52,9 @@ _PRIVATE = range(0xF0000, 0xFFFFE)  # Supplementary Private Use Area-A
 class Tokenizer:
     """The tokenizer of one model folder; make it with `from_dir`. Safe to use from threads.
 
-    vocab_size: number of tokens it knows (the model's own vocab_size may be larger).
+    vocab_size: number of tokens it knows. The model's own vocab_size is often larger; it may also
+        be smaller by some added tokens (a [PAD] that no one ever feeds): text that would need one
+        of those is refused.
     bos_id: the begin-of-sequence token, or None.
     adds_bos: whether the model expects bos_id before a text.
     template: the chat template, or None.
@@ -68,8 +70,11 @@ class Tokenizer:
         library.no_padding()
         names = _named_tokens(library, config, settings)
         _register_control_tokens(library, settings, names)
-        self.vocab_size: int = _check_vocabulary(library, config.vocab_size)
         added = library.get_added_tokens_decoder()
+        self._unfit = {
+            number: token.content for number, token in added.items() if number >= config.vocab_size
+        }
+        self.vocab_size: int = _check_vocabulary(library, config.vocab_size, self._unfit)
         self._added = frozenset(added)
         self._control = {number: token.content for number, token in added.items() if token.special}
         self._sides = {token.content: (token.lstrip, token.rstrip) for token in added.values()}
@@ -111,17 +116,17 @@ class Tokenizer:
     def encode(self, text: str, *, control: bool = False) -> list[int]:
         """Token ids of a text; nothing is added. Control tokens in it are read as such only with
         `control`, else as ordinary text. UsageError if text is not valid Unicode, TokenizerError if
-        the tokenizer has nothing for it."""
-        if control:
-            return self._encode(text, control=True)
-        ids = self._encode(text, control=False)
-        if self._control.keys().isdisjoint(ids):
-            return ids
+        the tokenizer has nothing for it, or a token that the model has not."""
+        ids = self._encode(text, control=control)
+        if control or self._control.keys().isdisjoint(ids):
+            return self._fit(ids)
         # The vocabulary itself spells a control token (whole-word models): cut each one in two.
         starts = [match.start() + 1 for match in re.finditer(f"(?={self._pattern.pattern})", text)]
         bounds = [0, *starts, len(text)]
         pieces = [text[start:end] for start, end in pairwise(bounds) if end > start]
-        return [number for piece in pieces for number in self._encode(piece, control=False)]
+        return self._fit(
+            [number for piece in pieces for number in self._encode(piece, control=False)]
+        )
 
     def encode_prompt(self, text: str, *, control: bool = False) -> list[int]:
         """Token ids of a text to continue, after bos_id if the model expects one."""
@@ -208,9 +213,19 @@ class Tokenizer:
         return changed
 
     def _with_bos(self, ids: list[int]) -> list[int]:
-        if not self.adds_bos or self.bos_id is None or ids[:1] == [self.bos_id]:
-            return ids
-        return [self.bos_id, *ids]
+        if self.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids = [self.bos_id, *ids]
+        return self._fit(ids)
+
+    def _fit(self, ids: list[int]) -> list[int]:
+        """The ids, once it is sure that the model has all of them."""
+        if not self._unfit.keys().isdisjoint(ids):
+            number = next(number for number in ids if number in self._unfit)
+            raise TokenizerError(
+                f"the text needs the token {self._unfit[number]!r}, whose id {number} this model "
+                f"has not: its vocabulary is 0 to {self._config.vocab_size - 1}"
+            )
+        return ids
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
@@ -269,7 +284,8 @@ class Tokenizer:
         chat template writes after an answer, and the end of a document."""
         ends = [*self._config.eos_ids, self._eos_id, self._end_of_turn()]
         ends += [number for number, text in self._control.items() if text in _END_OF_DOCUMENT]
-        return frozenset(number for number in ends if number is not None)
+        size = self._config.vocab_size
+        return frozenset(number for number in ends if number is not None and number < size)
 
     def _end_of_turn(self) -> int | None:
         """The control token that the template puts right after an assistant's message."""
@@ -347,12 +363,14 @@ def _register_control_tokens(
     library.add_special_tokens(tokens)
 
 
-def _check_vocabulary(library: Library, limit: int) -> int:
-    """The number of tokens. TokenizerError if one has an id of `limit` or more."""
+def _check_vocabulary(library: Library, limit: int, unfit: Mapping[int, str]) -> int:
+    """The number of tokens. TokenizerError if one besides `unfit` has an id of `limit` or more."""
     count: int = library.get_vocab_size(with_added_tokens=True)
-    if sum(library.id_to_token(number) is not None for number in range(min(count, limit))) == count:
+    below = sum(library.id_to_token(number) is not None for number in range(min(count, limit)))
+    if below + len(unfit) == count:
         return count  # the usual case, ids without gaps, told without copying the vocabulary
-    text, largest = max(library.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+    sizes = {text: number for text, number in library.get_vocab().items() if number not in unfit}
+    text, largest = max(sizes.items(), key=lambda item: item[1], default=("", -1))
     if largest >= limit:
         raise TokenizerError(
             f"tokenizer.json has token {text!r} with id {largest}, "

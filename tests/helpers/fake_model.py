@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvrt.generate import Model
+from kvrt.sampler import SamplingParams
 
 ENDOFTEXT, IM_START, IM_END = 256, 257, 258
 VOCAB_SIZE = 260
@@ -61,6 +62,7 @@ class FakeDecoder:
     script: Script
     calls: list[tuple[str, int]] = field(default_factory=list)
     layers: int = 4
+    vocab_size: int = VOCAB_SIZE
 
     def prefill(
         self,
@@ -87,7 +89,7 @@ class FakeDecoder:
         return self._logits(store)
 
     def _logits(self, store: FakeStore) -> np.ndarray:
-        logits = np.zeros(VOCAB_SIZE, np.float32)  # (vocab_size,) f32
+        logits = np.zeros(self.vocab_size, np.float32)  # (vocab_size,) f32
         logits[self.script(store.ids)] = 100.0
         return logits
 
@@ -109,8 +111,11 @@ class FakeTokenizer:
     def __init__(self, *, template: bool = True) -> None:
         self.template = object() if template else None
 
-    def stream(self) -> FakeStream:
+    def stream(self, *, continued: bool = False) -> FakeStream:
         return FakeStream()
+
+    def decode(self, ids: Sequence[int], *, continued: bool = False) -> str:
+        return bytes(number for number in ids if number < 256).decode("utf-8", "replace")
 
     def encode_prompt(self, text: str) -> list[int]:
         return list(text.encode())
@@ -124,7 +129,13 @@ class FakeTokenizer:
         return [*ids, IM_START, *b"assistant>"] if add_generation_prompt else ids
 
 
-def fake_model(script: Script = HELLO, *, max_context: int = 200, template: bool = True) -> Model:
+def fake_model(
+    script: Script = HELLO,
+    *,
+    max_context: int = 200,
+    template: bool = True,
+    sampling: SamplingParams | None = None,
+) -> Model:
     """A Model of fakes; `model.decoder.calls` tells what was computed."""
     fakes: dict[str, Any] = {
         "config": SimpleNamespace(vocab_size=VOCAB_SIZE, max_context=max_context),
@@ -132,5 +143,6 @@ def fake_model(script: Script = HELLO, *, max_context: int = 200, template: bool
         "decoder": FakeDecoder(script),
         "ops": SimpleNamespace(name="cpu", device_name="fake", threads=1),
         "new_store": lambda: FakeStore(max_context),
+        "sampling": sampling or SamplingParams(),
     }
     return Model(name="fake", spec="f16", max_context=max_context, weight_bytes=0, **fakes)

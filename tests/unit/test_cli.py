@@ -232,6 +232,42 @@ def test_a_logit_bias_rules_the_draw(model: str, capsys) -> None:
     assert capsys.readouterr().out == "AAA"
 
 
+def test_flags_change_the_models_own_sampling_and_leave_the_rest(tmp_path, capsys) -> None:
+    folder = tmp_path / "m"
+    write_tiny_model(folder, tokenizer=True)
+    recommend = folder / "generation_config.json"
+    args = ["-m", str(folder), "-p", "abc", "-n", "12"]
+
+    def texts(command: str, *flags: str) -> set[str]:
+        found = set()
+        for seed in ("1", "2", "3"):
+            assert run([command, *args, "-s", seed, *flags]) == 0
+            found.add(capsys.readouterr().out)
+        return found
+
+    for command in ("generate", "chat"):
+        recommend.write_text('{"do_sample": false}', encoding="utf-8")
+        assert len(texts(command)) == 3  # llama.cpp's temperature 0.8
+        greedy = texts(command, "--temp", "0")
+        assert len(greedy) == 1
+        recommend.write_text('{"temperature": 50.0, "top_k": 1}', encoding="utf-8")
+        assert texts(command) == greedy
+        assert texts(command, "--temp", "3") == greedy  # the model's top-k stays
+        assert len(texts(command, "--top-k", "0", "--min-p", "0")) == 3
+        recommend.write_text('{"temperature": 0}', encoding="utf-8")
+        assert texts(command) == greedy
+        assert len(texts(command, "--temp", "0.8")) == 3  # also back to kvrt's own default
+
+
+def test_the_help_says_whose_default_it_is(capsys) -> None:
+    for command in ("generate", "chat"):
+        assert run([command, "--help"]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        for default in ("0.8", "40", "0.95", "0.05", "1.0"):
+            assert f"[default: the model's, else {default}]" in said
+        assert "look back at. [default: 64]" in said
+
+
 def test_generate_until_the_context_is_full(model: str, capsys) -> None:
     args = ["generate", "-m", model, "-p", "abc", "-n", "-1", "-c", "33", "-l", "65+1000"]
     assert run([*args, "-l", "66+1000", "-s", "1"]) == 0
@@ -524,7 +560,7 @@ def test_colour_is_for_terminals_alone(monkeypatch) -> None:
 
 
 def test_prompt_progress_waits_and_goes_away() -> None:
-    times = iter([0.0, 0.5, 1.5, 1.6])
+    times = iter([0.0, 0.5, 0.9, 1.0, 1.6])
     terminal = Terminal()
     progress = PromptProgress(terminal, clock=lambda: next(times))
     progress(1, 10)

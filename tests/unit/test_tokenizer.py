@@ -407,14 +407,52 @@ def test_broken_tokenizer_config(tmp_path: Path, content: str) -> None:
 
 
 def test_vocabulary_larger_than_the_models(tmp_path: Path) -> None:
-    count = byte_level().get_vocab_size()
-    assert load(tmp_path, byte_level(), None, config(count)).vocab_size == count
-    with pytest.raises(TokenizerError, match=f"'<think>' with id {count - 1}, .* is {count - 1}$"):
-        load(tmp_path, byte_level(), None, config(count - 1))
+    letters = byte_level().get_vocab_size(with_added_tokens=False)
+    with pytest.raises(TokenizerError, match=rf"with id {letters - 1}, .* is {letters - 1}$"):
+        load(tmp_path, byte_level(), None, config(letters - 1))
     gap = Library(models.BPE(vocab={"a": 0, "b": 7}, merges=[]))
     assert load(tmp_path, gap, None, config(8)).vocab_size == 2
     with pytest.raises(TokenizerError, match="'b' with id 7"):
         load(tmp_path, gap, None, config(7))
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_added_tokens_that_the_model_has_no_row_for(tmp_path: Path, special: bool) -> None:
+    """Fine-tunes often add a [PAD] after the last row; nobody ever feeds it."""
+    library = byte_level()
+    size = library.get_vocab_size()
+    library.add_tokens(
+        [AddedToken("[PAD]", special=special), AddedToken("<tool>", special=special)]
+    )
+    settings = {"pad_token": "[PAD]", "eos_token": "<|im_end|>", "chat_template": CHATML}
+    tokenizer = load(tmp_path, library, settings, config(size, eos_ids=(size,)))
+    assert tokenizer.vocab_size == size + 2
+    assert max(tokenizer.encode("hello")) < size
+    assert size not in tokenizer.stop_ids  # it could never be drawn
+    assert tokenizer.decode(tokenizer.encode("[PAD]")) == "[PAD]"  # chat markup is text in text
+    has_not = rf"'\[PAD\]', whose id {size} this model has not: its vocabulary is 0 to {size - 1}$"
+    for encode in (tokenizer.encode, tokenizer.encode_prompt):
+        with pytest.raises(TokenizerError, match=has_not):
+            encode("a [PAD] b", control=True)
+    if not special:  # an ordinary added word, found in any text
+        for encode in (tokenizer.encode, tokenizer.encode_prompt):
+            with pytest.raises(TokenizerError, match="'<tool>', whose id"):
+                encode("a <tool> b")
+    message = {"role": "user", "content": "a [PAD] b"}
+    assert max(tokenizer.encode_chat([message])) < size
+
+
+def test_a_template_or_bos_that_needs_a_row_the_model_has_not(tmp_path: Path) -> None:
+    library = byte_level()
+    size = library.get_vocab_size()
+    library.add_special_tokens(["[PAD]"])
+    settings = {"bos_token": "[PAD]", "add_bos_token": True, "chat_template": "[PAD]hi"}
+    tokenizer = load(tmp_path, library, settings, config(size))
+    assert tokenizer.encode("hello")
+    with pytest.raises(TokenizerError, match=f"id {size} this model has not"):
+        tokenizer.encode_prompt("hello")
+    with pytest.raises(TokenizerError, match=f"id {size} this model has not"):
+        tokenizer.encode_chat([{"role": "user", "content": "x"}])
 
 
 # -- The real model
