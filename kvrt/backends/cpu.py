@@ -21,8 +21,8 @@ KINDS = {np.dtype(np.float32): F32, np.dtype(np.float16): F16, np.dtype(ml_dtype
 _GEMV_ROWS = 4
 """Up to so many tokens, reading weights once per token costs less than widening them."""
 
-_WIDEN_ELEMENTS = 1 << 19
-"""Weights are widened for BLAS in blocks of so many elements (2 MiB)."""
+_WIDEN_ELEMENTS = 1 << 18
+"""Weights are widened for BLAS in blocks of at most so many elements (1 MiB) for each thread."""
 
 _SCORE_ELEMENTS = 1 << 18
 """Prefill attention holds so many scores at once for each thread (1 MiB)."""
@@ -66,7 +66,6 @@ class CpuOps:
         self.kernels = Kernels(self.threads)
         self._libraries = ThreadpoolController()
         self._local = threading.local()
-        self._widened = self.empty((_WIDEN_ELEMENTS,))
         self._scratch = self.empty((0,))
         self._partials = self.empty((0,))
         self._arrivals = self.empty((0,), np.int64)
@@ -125,8 +124,7 @@ class CpuOps:
                     f"out {out.shape}"
                 )
         if n > _GEMV_ROWS:
-            for layer, out in zip(layers, outs, strict=True):
-                self._matmul(x, layer, out, add)
+            self._matmul(x, layers, outs, add)
             return
         kind = layers[0].weight.kind
         if any(layer.weight.kind != kind for layer in layers):
@@ -152,8 +150,7 @@ class CpuOps:
             raise KernelError(f"swiglu: x {x.shape}, weights {sorted(shapes)}, out {out.shape}")
         if n > _GEMV_ROWS or gate.weight.kind != up.weight.kind:
             raised = self.empty((n, rows))
-            self.linear(x, (gate,), (out,))
-            self.linear(x, (up,), (raised,))
+            self.linear(x, (gate, up), (out, raised))
             self.kernels.silu_mul(n, _FEW_ROWS, _at(out), raised.address, rows)
             return
         self.kernels.swiglu(
@@ -172,33 +169,35 @@ class CpuOps:
         """Rows of a chunk: enough chunks to even out the threads, few enough to stay cheap."""
         return max(rows // (8 * self.threads), 8)
 
-    def _matmul(self, x: Tensor, layer: Linear, out: Tensor, add: bool) -> None:
-        weight = layer.weight
-        step = max(_WIDEN_ELEMENTS // weight.cols, 1)
-        if weight.cols > self._widened.size:
-            self._widened = self.empty((weight.cols,))
-        itemsize = 4 if weight.kind == F32 else 2
-        for start in range(0, weight.rows, step):
-            rows = min(step, weight.rows - start)
-            block = self._widened[: rows * weight.cols].reshape(rows, weight.cols)
+    def _matmul(
+        self, x: Tensor, layers: Sequence[Linear], outs: Sequence[Tensor], add: bool
+    ) -> None:
+        """BLAS on blocks of weight rows, each widened by the thread that multiplies it."""
+
+        def multiply(job: tuple[Linear, Tensor, int, int]) -> None:
+            layer, out, start, stop = job
+            weight, rows = layer.weight, stop - start
+            block = self._own_buffer("widened", rows * weight.cols)
+            offset = start * weight.cols * weight.array.itemsize
             self.kernels.widen(
-                rows, _FEW_ROWS, weight.address + start * weight.cols * itemsize,
-                weight.kind, weight.cols, self._widened.address,
-            )  # fmt: skip
-            bias = None if layer.bias is None else layer.bias[start : start + rows]
-            part = out[:, start : start + rows]  # (n, rows)
+                rows, rows, weight.address + offset, weight.kind, weight.cols, block.address
+            )
+            wide = block[: rows * weight.cols].reshape(rows, weight.cols)
+            part = out[:, start:stop]  # (n, rows)
+            if add:
+                part += x @ wide.T
+            else:
+                np.matmul(x, wide.T, out=part)
+            if layer.bias is not None:
+                part += layer.bias[start:stop]
 
-            def multiply(
-                tokens: slice, block: Any = block, part: Any = part, bias: Any = bias
-            ) -> None:
-                if add:
-                    part[tokens] += x[tokens] @ block.T
-                else:
-                    np.matmul(x[tokens], block.T, out=part[tokens])
-                if bias is not None:
-                    part[tokens] += bias
-
-            self._each(multiply, self._shares(len(x)))
+        jobs = []
+        for layer, out in zip(layers, outs, strict=True):
+            rows, cols = layer.weight.rows, layer.weight.cols
+            blocks = max(-(-rows * cols // _WIDEN_ELEMENTS), min(self.threads, rows))
+            step = -(-rows // blocks)
+            jobs += [(layer, out, i, min(i + step, rows)) for i in range(0, rows, step)]
+        self._each(multiply, jobs)
 
     def _each(self, function: Callable[[Any], None], jobs: Sequence[Any]) -> None:
         """Run BLAS calls on all threads, each call on one.
@@ -207,11 +206,6 @@ class CpuOps:
         """
         with self._libraries.limit(limits=1, user_api="blas"):
             self.kernels.team.each(function, jobs)
-
-    def _shares(self, n: int) -> list[slice]:
-        """n tokens in as many even parts as there are threads."""
-        size = -(-n // self.threads)
-        return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
     # Attention
 
@@ -230,7 +224,7 @@ class CpuOps:
         step = int(min(max(_SCORE_ELEMENTS // total, 16), 256))
 
         def one_head(head: int) -> None:
-            buffer = self._thread_scores(step * total)
+            buffer = self._own_buffer("scores", step * total)
             k, v = keys[:, head // group], values[:, head // group]  # (total, dim)
             for start in range(0, n, step):
                 count = min(step, n - start)
@@ -246,12 +240,12 @@ class CpuOps:
 
         self._each(one_head, range(heads))
 
-    def _thread_scores(self, size: int) -> Tensor:
+    def _own_buffer(self, use: str, size: int) -> Tensor:
         """A buffer of at least `size` floats that belongs to the calling thread."""
-        buffer = getattr(self._local, "scores", None)
-        if buffer is None or buffer.size < size:
-            buffer = self._local.scores = self.empty((size,))
-        return buffer
+        buffers: dict[str, Tensor] = self._local.__dict__
+        if use not in buffers or buffers[use].size < size:
+            buffers[use] = self.empty((size,))
+        return buffers[use]
 
     def attend(
         self, q: Tensor, view: PageView, scale: float, window: int | None, out: Tensor

@@ -131,14 +131,13 @@ class KVStore:
         """
         self.check_room(tokens)
         old, self._extending = self._length, tokens
-        saved = [self.ops.empty(part.shape, part.dtype) for part in self._tail]
-        for copy, part in zip(saved, self._tail, strict=True):
-            copy[...] = part
+        # An empty store has nothing to lose.
+        saved = [part.copy() for part in self._tail] if old else []
         try:
             self._reserve(sealed_pages(self.spec, old + tokens))
             yield
         except BaseException:
-            for copy, part in zip(saved, self._tail, strict=True):
+            for copy, part in zip(saved, self._tail):
                 part[...] = copy
             self._release(sealed_pages(self.spec, old))
             raise
