@@ -71,13 +71,7 @@ class LazyGroup(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
 
-@click.group(
-    cls=LazyGroup,
-    invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-@click.version_option(__version__, prog_name="kvrt", message="%(prog)s %(version)s")
-@click.option(
+debug_option = click.option(
     "--debug",
     is_flag=True,
     expose_value=False,
@@ -85,6 +79,15 @@ class LazyGroup(click.Group):
     callback=set_debug,
     help="Show the traceback of an error.",
 )
+
+
+@click.group(
+    cls=LazyGroup,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(__version__, prog_name="kvrt", message="%(prog)s %(version)s")
+@debug_option
 @click.pass_context
 def cli(context: click.Context) -> None:
     """A torch-free runtime for Llama-family models with a compressed KV cache."""

@@ -23,7 +23,7 @@ from .console import (
     show_log,
     stdin_is_terminal,
 )
-from .main import set_debug
+from .main import debug_option
 
 if TYPE_CHECKING:
     from ..generate import Model
@@ -69,14 +69,7 @@ class SamplingFlags:
 def common_options(function: Function) -> Function:
     """--device, -t/--threads, -v/--verbose as `device`, `threads`, `verbose`; and --debug."""
     for option in (
-        click.option(
-            "--debug",
-            is_flag=True,
-            expose_value=False,
-            is_eager=True,
-            callback=set_debug,
-            help="Show the traceback of an error.",
-        ),
+        debug_option,
         click.option(
             "-v", "--verbose", is_flag=True, callback=_verbose, help="Say more, on stderr."
         ),

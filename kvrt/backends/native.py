@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -210,9 +210,10 @@ class Team:
             function = self._entries[entry] = self._call(entry)
         if parallel and self._pool is not None:
             others = [self._pool.submit(function, slots) for _ in range(self.threads - 1)]
-            function(slots)
-            for other in others:
-                other.result()
+            try:
+                function(slots)
+            finally:  # Interrupted or not: the slots are filled anew for the next launch.
+                wait(others)
         else:
             function(slots)
 
@@ -260,6 +261,7 @@ def describe() -> list[tuple[str, bool, str]]:
     """What `kvrt doctor` says of the CPU backend: (name, whether it is well, in words)."""
     found = _find(paths.kernels_dir())
     compiler = linker()
+    openmp = _openmp() is not None
     return [
         (
             "CPU kernels",
@@ -273,8 +275,8 @@ def describe() -> list[tuple[str, bool, str]]:
         ),
         (
             "OpenMP threads",
-            _openmp() is not None,
-            "found" if _openmp() is not None else "no libgomp or libomp: slower Python threads",
+            openmp,
+            "found" if openmp else "no libgomp or libomp: slower Python threads",
         ),
     ]
 
