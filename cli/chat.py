@@ -157,6 +157,8 @@ class Talk:
         reason = self.chat.finish_reason
         if reason == "interrupted":
             kept = "the answer so far is kept" if shown else "nothing was added"
+            if self.attached:
+                kept += "; what /read brought still goes before your next message"
             self._remark(f"(stopped; {kept})")
         elif reason == "context":
             advice = "; /clear starts afresh" if self._interactive else ""

@@ -60,7 +60,7 @@ def _exit(talk: Talk, _: str) -> None:
 def _clear(talk: Talk, _: str) -> None:
     talk.chat.clear()
     talk.attached.clear()
-    note("the conversation is empty; the system message stays")
+    note("the conversation is empty" + ("; the system message stays" if talk.chat.system else ""))
 
 
 def _regen(talk: Talk, _: str) -> None:
@@ -68,11 +68,12 @@ def _regen(talk: Talk, _: str) -> None:
 
 
 def _system(talk: Talk, text: str) -> None:
+    default = "none is set; the model's template may have one of its own"
     if not text:
-        note(f"system message: {talk.chat.system!r}" if talk.chat.system else "no system message")
+        note(f"system message: {talk.chat.system!r}" if talk.chat.system else default)
         return
     talk.chat.set_system(None if text == '""' else text)
-    note("the system message is set" if talk.chat.system else "the system message is removed")
+    note("the system message is set" if talk.chat.system else f"system message: {default}")
 
 
 def _read(talk: Talk, path: str) -> None:

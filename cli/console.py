@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from ..session import Timings
 
 DIM = "2"
-BOLD = "1"
-GREEN = "1;32"
-YELLOW = "33"
+_TEXT_LIMIT = 64 << 20  # bytes of a text file; far beyond any context
+_ERROR_LIMIT = 600  # characters of an error line, whatever a broken file put into it
 
 
 def prepare_streams() -> None:
@@ -81,7 +80,8 @@ def note(text: str, style: str = "", *, colour: bool = False) -> None:
 
 def error_line(text: str) -> None:
     """Write `kvrt: error: TEXT` to stderr, on one line whatever the text holds."""
-    note(f"kvrt: error: {' '.join(text.split())}")
+    line = " ".join(text.split())
+    note(f"kvrt: error: {line if len(line) <= _ERROR_LIMIT else line[:_ERROR_LIMIT] + '...'}")
 
 
 def paint(text: str, style: str) -> str:
@@ -121,9 +121,12 @@ def read_text_file(path: str, option: str) -> str:
     Raises UsageError if it cannot be read, KvrtError naming the place if it is not UTF-8.
     """
     try:
-        data = user_path(path, option).read_bytes()
+        with user_path(path, option).open("rb") as file:
+            data = file.read(_TEXT_LIMIT + 1)
     except OSError as error:
         raise UsageError(f"{option}: cannot read {path}: {error.strerror or error}") from error
+    if len(data) > _TEXT_LIMIT:
+        raise UsageError(f"{option}: {path} is more than {_TEXT_LIMIT >> 20} MiB of text")
     return _decode(data, path)
 
 

@@ -118,7 +118,7 @@ def _cuda() -> Check:
         return Check(
             "cuda",
             False,
-            "CuPy is not installed: python -m pip install 'kvrt[cuda12]' or 'kvrt[cuda13]'",
+            "CuPy is not installed; this version of kvrt computes on the CPU only",
             needed=False,
         )
     try:
@@ -127,7 +127,8 @@ def _cuda() -> Check:
         count = cupy.cuda.runtime.getDeviceCount()
     except Exception as error:  # a driver that is absent or too old fails in many ways
         return Check("cuda", False, f"CuPy finds no device: {error}", needed=False)
-    return Check("cuda", True, f"CuPy {cupy.__version__}, {count} device(s)", needed=False)
+    found = f"CuPy {cupy.__version__}, {count} device(s); this version computes on the CPU only"
+    return Check("cuda", True, found, needed=False)
 
 
 def _cache_folder() -> Check:

@@ -90,7 +90,7 @@ debug_option = click.option(
 @debug_option
 @click.pass_context
 def cli(context: click.Context) -> None:
-    """A torch-free runtime for Llama-family models with a compressed KV cache."""
+    """A torch-free runtime for Llama-family models, built around its KV cache."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 

@@ -66,6 +66,13 @@ class SamplingFlags:
         return replace(base, **self.named)
 
 
+def _device(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    from ..backends import check_device
+
+    check_device(value)
+    return value
+
+
 def common_options(function: Function) -> Function:
     """--device, -t/--threads, -v/--verbose as `device`, `threads`, `verbose`; and --debug."""
     for option in (
@@ -81,7 +88,12 @@ def common_options(function: Function) -> Function:
             help="Threads to compute with.  [default: all cores]",
         ),
         click.option(
-            "--device", default="cpu", show_default=True, metavar="NAME", help="Where to compute."
+            "--device",
+            default="cpu",
+            show_default=True,
+            metavar="NAME",
+            callback=_device,
+            help="Where to compute: cpu.",
         ),
     ):
         function = option(function)

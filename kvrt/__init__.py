@@ -1,4 +1,4 @@
-"""kvrt: a torch-free runtime for Llama-family models with a compressed KV cache.
+"""kvrt: a torch-free runtime for Llama-family models, built around its KV cache.
 
 >>> import kvrt
 >>> model = kvrt.load("smollm2")

@@ -268,6 +268,11 @@ def load(
     folder = hub.resolve(path_or_name)
     config = ModelConfig.from_dir(folder)
     limit = _context_limit(max_context, config.max_context)
+    if spec.sink + spec.window > config.max_context:
+        raise UsageError(
+            f"cache format {spec}: sink + window are {spec.sink + spec.window:,} tokens, "
+            f"more than this model's context of {config.max_context:,}"
+        )
     geometry = Geometry(config.num_layers, config.num_kv_heads, config.head_dim)
     bits_per_element(geometry, spec)  # refuses a format that cannot hold this geometry
     sampling = recommended_sampling(folder)

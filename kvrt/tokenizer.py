@@ -109,7 +109,11 @@ class Tokenizer:
                 raise
             reason = " ".join(str(error).split())[:200]
             raise TokenizerError(f"{path} is not a usable tokenizer: {reason}") from None
-        return cls(library, config, _read_settings(folder / "tokenizer_config.json"), folder)
+        settings = _read_settings(folder / "tokenizer_config.json")
+        try:
+            return cls(library, config, settings, folder)
+        except UnicodeError as error:
+            raise TokenizerError(f"a token of {folder} is not valid Unicode: {error}") from None
 
     # -- Text to ids
 

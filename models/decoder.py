@@ -5,18 +5,22 @@ buffer, then the layer goes into the store. Decode is step-major: one token thro
 reading the store's pages where they lie.
 """
 
+from __future__ import annotations
+
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..backends.ops import Linear, Ops
 from ..config import ModelConfig
 from ..errors import CodecError, UsageError
-from ..kvstore import Geometry, KVStore
+
+if TYPE_CHECKING:
+    from ..kvstore import KVStore
 
 CHUNK_TOKENS = 256
 """Projections and MLP run over so many tokens at a time, which bounds activations."""
@@ -46,7 +50,6 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: Mapping[str, np.ndarray], ops: Ops):
         self.config = config
         self.ops = ops
-        self.geometry = Geometry(config.num_layers, config.num_kv_heads, config.head_dim)
         self._lock = threading.Lock()
         self._scale = 1.0 / math.sqrt(config.head_dim)
         self._frequencies = config.rope.inverse_frequencies(config.head_dim)  # (head_dim / 2,) f64
@@ -97,8 +100,10 @@ class Decoder:
         return to_device(cos.astype(np.float32)), to_device(sin.astype(np.float32))
 
     def _check(self, token_ids: np.ndarray, store: KVStore) -> None:
-        if store.geometry != self.geometry:
-            raise CodecError(f"the store is for {store.geometry}, the model has {self.geometry}")
+        config, cache = self.config, store.geometry
+        shape = (config.num_layers, config.num_kv_heads, config.head_dim)
+        if (cache.num_layers, cache.num_kv_heads, cache.head_dim) != shape:
+            raise CodecError(f"the store is for {cache}, the model has {shape}")
         if not len(token_ids):
             raise UsageError("no tokens to decode, expected at least one")
         low, high = int(token_ids.min()), int(token_ids.max())
@@ -133,9 +138,9 @@ class Decoder:
         """
         ids = np.asarray(token_ids, np.int64)  # (n,)
         self._check(ids, store)
+        start, total = len(store), len(store) + len(ids)
         with self._lock, store.extending(len(ids)):
             x = self.ops.embed(self._embedding, ids)  # (n, hidden_size) f32
-            start, total = len(store), len(store) + len(ids)
             config = self.config
             shape = (total, config.num_kv_heads, config.head_dim)
             keys, values = self.ops.empty(shape), self.ops.empty(shape)

@@ -5,14 +5,15 @@ parameters of each kernel. The Numba IR is lowered again as position-independent
 the system's C compiler, so that later processes load it without Numba or LLVM.
 """
 
-import hashlib
 import inspect
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,8 @@ import llvmlite.binding as llvm
 import numba
 
 from .. import paths
-from ..errors import KernelError
 from . import intrinsics, jit
-from .native import HEADER_SLOTS, KERNEL_MODULES, UNWRITABLE, Manifest, linker
+from .native import HEADER_SLOTS, KERNEL_MODULES, UNWRITABLE, Manifest, built_digest, linker
 
 # Vectorised sums need reordering; NaN and infinity keep their meaning.
 _FAST = {"reassoc", "contract", "nsz"}
@@ -130,19 +130,23 @@ def _object_code(modules: list[Any]) -> bytes:
     return machine.emit_object(whole)
 
 
-def _link(command: list[str], source: Path, target: Path) -> None:
+def _forget_old(target: Path) -> None:
+    """Remove libraries of other versions that are a month old."""
+    for path in target.parent.glob("cpu-*.*"):
+        with suppress(OSError):
+            if path.stem != target.stem and path.stat().st_mtime < time.time() - 30 * 24 * 3600:
+                path.unlink()
+
+
+def _link(command: list[str], source: Path, target: Path) -> bool:
+    """Link a shared library; whether that worked."""
     link = [*command, "-shared", "-o", str(target), str(source), "-lm"]
-    done = subprocess.run(link, capture_output=True, text=True)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise KernelError(f"linking the kernel library failed: {reason}")
+    done = subprocess.run(link, capture_output=True)
+    return done.returncode == 0 and target.is_file()
 
 
 def build(target: Path) -> None:
-    """Write TARGET.so (TARGET.o where there is no C compiler), and the manifest TARGET.json.
-
-    Raises KernelError where the linker fails.
-    """
+    """Write TARGET.so (TARGET.o where no C compiler works), and the manifest TARGET.json."""
     compiled = compile_kernels()
     manifest: Manifest = {name: kinds for name, (_, kinds) in compiled.items()}
     code = _object_code([_exported(n, f.inspect_llvm()) for n, (f, _) in compiled.items()])
@@ -150,22 +154,21 @@ def build(target: Path) -> None:
         library = Path(folder) / "kernels.o"
         library.write_bytes(code)
         command = linker()
-        if command is not None:
-            _link(command, library, library.with_suffix(".so"))
+        # A compiler that does not work is as good as none: LLVM will link the object code.
+        if command is not None and _link(command, library, library.with_suffix(".so")):
             library = library.with_suffix(".so")
         listing = Path(folder) / "kernels.json"
-        digest = hashlib.sha256(library.read_bytes()).hexdigest()
+        digest = built_digest(library.read_bytes(), manifest)
         listing.write_text(json.dumps({"sha256": digest, "kernels": manifest}))
         # The manifest last: with its digest it says that the library beside it is whole.
         os.replace(library, target.with_suffix(library.suffix))
         os.replace(listing, target.with_suffix(".json"))
+    _forget_old(target)
 
 
 if __name__ == "__main__":
     try:
         build(Path(sys.argv[1]))
-    except KernelError as error:
-        sys.exit(str(error))
     except OSError as error:
         if not paths.is_storage_failure(error):
             raise

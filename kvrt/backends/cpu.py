@@ -54,14 +54,16 @@ class CpuOps:
     """`Ops` on NumPy arrays. See the protocol for shapes."""
 
     name = "cpu"
+    _blas_turn = threading.Lock()
 
     def __init__(self, threads: int | None = None):
         """Load the kernels, compiling them at first use.
 
         Raises UsageError for a thread count below 1, KernelError where compilation fails.
         """
-        if threads is not None and threads < 1:
-            raise UsageError(f"threads must be at least 1, got {threads}")
+        most = max(64, 8 * available_threads())
+        if threads is not None and not 1 <= threads <= most:
+            raise UsageError(f"threads must be 1 to {most} on this machine, got {threads}")
         self.threads = threads or available_threads()
         self.kernels = Kernels(self.threads)
         self._libraries = ThreadpoolController()
@@ -204,8 +206,14 @@ class CpuOps:
 
         BLAS's own idle threads spin, which made prefill 14 times slower where cores were shared.
         """
-        with self._libraries.limit(limits=1, user_api="blas"):
-            self.kernels.team.each(function, jobs)
+
+        def quietly(job: Any) -> None:
+            with np.errstate(all="ignore"):  # what a NaN in a weight leads to shows in the logits
+                function(job)
+
+        # The limit is the process's: two that overlap would restore each other's.
+        with self._blas_turn, self._libraries.limit(limits=1, user_api="blas"):
+            self.kernels.team.each(quietly, jobs)
 
     # Attention
 

@@ -10,21 +10,26 @@ F32, F16, BF16 = 0, 1, 2
 
 @jit.exact
 def exp(x):
-    """e**x in float32 within 2 units in the last place (Cephes expf); x is held to -87 .. 88."""
+    """e**x of a float32, right but for its last rounding (float64 inside); x is held to -87 .. 88.
+
+    2^n * e^r with |r| <= ln(2) / 2, and the Taylor series of e^r to r^8 (3e-10).
+    """
     # Written so that a NaN passes.
     x = np.float32(-87.0) if x < np.float32(-87.0) else x
     x = np.float32(88.0) if x > np.float32(88.0) else x
-    n = np.floor(x * np.float32(1.44269504088896341) + np.float32(0.5))
-    r = x - n * np.float32(0.693359375)
-    r = r + n * np.float32(2.12194440e-4)
-    p = np.float32(1.9875691500e-4)
-    p = p * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
-    p = p * r * r + r + np.float32(1.0)
-    return p * jit.bits_to_float(np.uint32((np.int32(n) + np.int32(127)) << np.int32(23)))
+    wide = np.float64(x)
+    n = np.floor(wide * 1.4426950408889634 + 0.5)
+    r = wide - n * 0.6931471805599453
+    p = 1.0 / 40320.0
+    p = p * r + 1.0 / 5040.0
+    p = p * r + 1.0 / 720.0
+    p = p * r + 1.0 / 120.0
+    p = p * r + 1.0 / 24.0
+    p = p * r + 1.0 / 6.0
+    p = p * r + 0.5
+    p = p * r + 1.0
+    p = p * r + 1.0
+    return np.float32(p * jit.bits_to_double((np.int64(np.int32(n)) + 1023) << 52))
 
 
 @jit.exact

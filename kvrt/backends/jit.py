@@ -2,7 +2,7 @@
 
 `@kernel` and `@device` only register functions here. `kvrt.backends.build` compiles them once
 (Numba, LLVM) into one shared library under the cache; every later process loads that library and
-needs neither, which saves it about 140 MB of resident memory and a second of start-up.
+needs neither, which saves it about 130 MB of resident memory and a second of start-up.
 
 Rules of the dialect:
 

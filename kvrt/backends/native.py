@@ -19,7 +19,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ import numpy as np
 
 from .. import paths
 from ..errors import KernelError, StorageError
+from .pool import Pool
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +37,9 @@ HEADER_SLOTS = 4
 KERNEL_MODULES = (
     "kvrt.backends.cpu_kernels",
     "kvrt.backends.cpu_attn",
-    "kvrt.kvstore.codecs.dense",
+    "kvrt.kvstore.codecs",
 )
-"""Modules whose import registers kernels; a codec joins by its line here."""
+"""Modules whose import registers kernels. The codecs' registry brings those of every codec."""
 
 Manifest = dict[str, list[str]]
 
@@ -74,6 +74,11 @@ def library_name() -> str:
     return f"cpu-{digest.hexdigest()[:16]}"
 
 
+def built_digest(library: bytes, manifest: Manifest) -> str:
+    """What says that a library and its list of kernels are whole and belong together."""
+    return hashlib.sha256(library + json.dumps(manifest).encode()).hexdigest()
+
+
 def _find(folder: Path) -> tuple[Path, Manifest] | None:
     """The built library in a folder and its manifest, if both are there and whole."""
     listing = folder / f"{library_name()}.json"
@@ -86,7 +91,7 @@ def _find(folder: Path) -> tuple[Path, Manifest] | None:
         library = listing.with_suffix(ending)
         # Loading a damaged library would end the process without a word.
         with suppress(OSError):
-            if hashlib.sha256(library.read_bytes()).hexdigest() == digest:
+            if built_digest(library.read_bytes(), manifest) == digest:
                 return library, manifest
     return None
 
@@ -191,7 +196,8 @@ class Team:
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_int64)
         self._entries: dict[int, Any] = {}
         self._parallel = _openmp() if threads > 1 else None
-        self._pool = ThreadPoolExecutor(threads, "kvrt") if threads > 1 else None
+        self._pool = Pool(threads) if threads > 1 else None
+        self._process = os.getpid()
 
     @property
     def kind(self) -> str:
@@ -202,18 +208,15 @@ class Team:
 
     def __call__(self, entry: int, slots: int, parallel: bool) -> None:
         """Run the entry point on the slots; on the calling thread alone if not `parallel`."""
-        if parallel and self._parallel is not None:
+        if parallel and self._parallel is not None and self._process == os.getpid():
             self._parallel(entry, slots, self.threads, 0)
             return
+        # In a forked child the OpenMP threads do not exist, and their library does not notice.
         function = self._entries.get(entry)
         if function is None:
             function = self._entries[entry] = self._call(entry)
         if parallel and self._pool is not None:
-            others = [self._pool.submit(function, slots) for _ in range(self.threads - 1)]
-            try:
-                function(slots)
-            finally:  # Interrupted or not: the slots are filled anew for the next launch.
-                wait(others)
+            self._pool.run(function, [slots] * self.threads)
         else:
             function(slots)
 
@@ -223,8 +226,7 @@ class Team:
             for job in jobs:
                 function(job)
         else:
-            for _ in self._pool.map(function, jobs):
-                pass
+            self._pool.run(function, jobs)
 
 
 _SPIN = "3000"

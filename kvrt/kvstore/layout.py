@@ -11,7 +11,8 @@ from .spec import KVSpec
 
 FORMAT_VERSION = 1
 RUN_ALIGNMENT = 128
-"""A head's run starts on a boundary of so many bytes, so that one bulk copy can fetch it."""
+"""Runs start at multiples of so many bytes from the page's start, so that one bulk copy can fetch
+one; where pages start is up to the backend's allocator."""
 
 SETTINGS = 16
 """Integers that a layout hands to its kernels: 4 offsets, 4 for the K codec, 4 for V, 4 spare."""

@@ -6,7 +6,7 @@ codec.
 
 from dataclasses import dataclass
 
-from ..errors import UsageError
+from ..errors import UnsupportedError, UsageError
 from .codecs import CODECS, TileCodec
 
 
@@ -22,6 +22,13 @@ class KVSpec:
     v: TileCodec
     sink: int = 0
     window: int = 0
+
+    def __post_init__(self) -> None:
+        if self.k.kernels != self.v.kernels:
+            raise UnsupportedError(
+                f"cache format k={self.k.name},v={self.v.name}: no kernels read this pair; "
+                "keys and values must be of one family"
+            )
 
     @classmethod
     def parse(cls, text: str) -> "KVSpec":

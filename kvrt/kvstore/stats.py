@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..backends.ops import PAGE_TOKENS
-from .layout import Geometry, PageLayout
+from .layout import SETTINGS, Geometry, PageLayout
 from .spec import KVSpec
 
 TABLE_START = 16
@@ -15,6 +15,7 @@ class StoreStats:
     """Bytes that a store holds, by part.
 
     `bits_per_element` counts a sealed page with all its metadata; `bytes` counts everything.
+    `table_bytes` are those of the page table and of the kernels' settings.
     """
 
     tokens: int
@@ -64,7 +65,7 @@ def stats_for(geometry: Geometry, spec: KVSpec, tokens: int) -> StoreStats:
         page_bytes=pages * slab_bytes(geometry, spec),
         tail_bytes=_exact_bytes(geometry, spec, tail_rows(spec)),
         sink_bytes=_exact_bytes(geometry, spec, spec.sink),
-        table_bytes=table_entries(pages) * 8,
+        table_bytes=(table_entries(pages) + SETTINGS) * 8,
         bits_per_element=bits_per_element(geometry, spec),
     )
 

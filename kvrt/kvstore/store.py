@@ -23,7 +23,7 @@ from .stats import StoreStats, bits_per_element, sealed_pages, table_entries, ta
 class KVStore:
     """Keys and values of one sequence, in the format of a `KVSpec`.
 
-    A decode step is `append` and attention on `view` layer by layer, then `advance(1)`. Many
+    A decode step is `append` and attention on `view` layer by layer, then `advance()`. Many
     tokens at once are `extend`: layer by layer, all tokens of a layer, inside one context.
     """
 
@@ -39,10 +39,11 @@ class KVStore:
         self.ops = ops
         self.max_tokens = max_tokens
         self.layout = PageLayout.of(geometry, spec)
-        self._length = 0
-        self._extending = 0  # tokens that `extending` is adding
-        self._slabs: list[Any] = []  # each (num_layers * page_bytes,) u8
-        self._table = ops.empty((table_entries(0),), np.int64)  # (entries,) i64 addresses
+        # The length, and while the ring is written over what it held: one object, so that an
+        # interrupt finds the store either before a change or after it. See `_recover`.
+        self._state: tuple[int, list[Any] | None] = (0, None)
+        self._extending: int | None = None  # tokens that are being added
+        self._pages = self._make_pages([])
         layers, heads, dim = geometry.num_layers, geometry.num_kv_heads, geometry.head_dim
         self._sinks = [
             ops.empty((layers, heads, spec.sink, dim), codec.exact_dtype)
@@ -53,7 +54,8 @@ class KVStore:
             ops.empty((layers, heads, self._rows, dim), codec.exact_dtype)
             for codec in (spec.k, spec.v)
         ]
-        self._extent = Extent(table_address=ops.address(self._table))
+        self._extent = Extent()
+        self._set_extent(0)
         self._settings = ops.to_device(self.layout.settings)
         self._views = [self._make_view(layer) for layer in range(layers)]
 
@@ -82,7 +84,11 @@ class KVStore:
 
     def __len__(self) -> int:
         """Tokens cached."""
-        return self._length
+        return self._state[0]
+
+    @property
+    def _length(self) -> int:
+        return self._state[0]
 
     def view(self, layer: int) -> PageView:
         """One layer for the kernels. It follows the store: valid for the store's whole life."""
@@ -90,6 +96,7 @@ class KVStore:
 
     def check_room(self, tokens: int) -> None:
         """Raise ContextFullError unless so many more tokens fit."""
+        self._recover()
         if self._length + tokens > self.max_tokens:
             raise ContextFullError(
                 f"context full: {self._length} tokens cached and {tokens} more asked for, "
@@ -103,8 +110,8 @@ class KVStore:
 
         The token counts as cached only after `advance`; until then it may be written again.
         """
-        self.check_room(1)
         self._check_shapes(k, v, 1)
+        self.check_room(1)
         self._write(layer, self._length, k, v)
         self._set_extent(self._length + 1, sealed_pages(self.spec, self._length))
 
@@ -117,8 +124,8 @@ class KVStore:
             for view in self._views:
                 self.ops.seal(view, old, new - old, None, length)
         # Last, so that an interrupted step can be done again.
-        self._length = length
-        self._set_extent(length, new)
+        self._state = (length, None)
+        self._set_extent(length)
 
     # Many tokens, layer by layer
 
@@ -126,31 +133,41 @@ class KVStore:
     def extending(self, tokens: int) -> Iterator[None]:
         """Add `tokens` tokens: inside, call `extend` once for each layer.
 
-        On any exception, a keyboard interrupt too, the store is as it was before.
-        Raises ContextFullError before any work where they do not fit.
+        On any exception, a keyboard interrupt too, the store is as it was before. Raises
+        ContextFullError before any work where they do not fit.
         """
         self.check_room(tokens)
-        old, self._extending = self._length, tokens
-        # An empty store has nothing to lose.
-        saved = [part.copy() for part in self._tail] if old else []
+        old = self._length
         try:
             self._reserve(sealed_pages(self.spec, old + tokens))
+            self._extending = tokens
+            # An empty store has nothing to lose.
+            self._state = (old, [part.copy() for part in self._tail] if old else [])
             yield
+            self._set_extent(old + tokens)
+            self._state = (old + tokens, None)
+            self._extending = None
         except BaseException:
+            self._recover()
+            raise
+
+    def _recover(self) -> None:
+        """Undo a change that was interrupted. Interrupted itself, it is done again later."""
+        length, saved = self._state
+        if saved is not None:
             for copy, part in zip(saved, self._tail):
                 part[...] = copy
-            self._release(sealed_pages(self.spec, old))
-            raise
-        finally:
-            self._extending = 0
-        self._length = old + tokens
-        self._set_extent(self._length, sealed_pages(self.spec, self._length))
+            self._extending = None
+            self._release(sealed_pages(self.spec, length))
+            self._state = (length, None)
 
     def extend(self, layer: int, k: Any, v: Any) -> None:
         """Put a layer's new tokens k, v (n, num_kv_heads, head_dim) f32 into the store.
 
-        n is what `extending` was told. Raises CodecError for other shapes.
+        n is what `extending` was told. Raises CodecError for other shapes, or outside of it.
         """
+        if self._extending is None:
+            raise CodecError("extend() adds tokens inside `with store.extending(n):` only")
         self._check_shapes(k, v, self._extending)
         start, end = self._length, self._length + len(k)
         old, new = sealed_pages(self.spec, start), sealed_pages(self.spec, end)
@@ -181,31 +198,24 @@ class KVStore:
 
     def read(self, layer: int, keys: Any, values: Any) -> None:
         """Decode a layer's tokens into keys, values (len(store), num_kv_heads, head_dim) f32."""
-        self._check_shapes(keys, values, self._length)
-        self._read(layer, 0, self._length, keys, values)
-
-    def _read(self, layer: int, start: int, end: int, keys: Any, values: Any) -> None:
-        """Decode positions start .. end - 1; start is 0 or on a page's first token."""
-        view, sink = self._views[layer], self.spec.sink
-        sealed = sink + self._extent.pages * PAGE_TOKENS
-        parts = (
-            (start, min(sink, end), view.sink_keys_address, view.sink_values_address, sink, start),
-            (
-                max(start, sealed), end, view.tail_keys_address, view.tail_values_address,
-                self._rows, (max(start, sealed) - sink) % self._rows,
-            ),
-        )  # fmt: skip
-        for low, high, key_address, value_address, rows, slot in parts:
-            if low < high:
-                part = slice(low - start, high - start)
-                self.ops.recall(key_address, view.key_kind, rows, slot, keys[part])
-                self.ops.recall(value_address, view.value_kind, rows, slot, values[part])
-        low, high = max(start, sink), min(end, sealed)
-        if low < high:
-            part = slice(low - start, high - start)
-            first = (low - sink) // PAGE_TOKENS
-            count = (high - low) // PAGE_TOKENS
-            self.ops.gather(view, first, count, keys[part], values[part])
+        if self._extending is None:
+            self._recover()
+        end = self._length
+        self._check_shapes(keys, values, end)
+        self._set_extent(end)
+        view, sink, pages = self._views[layer], self.spec.sink, self._extent.pages
+        sinks, sealed = min(sink, end), sink + pages * PAGE_TOKENS
+        if sinks:
+            self.ops.recall(view.sink_keys_address, view.key_kind, sink, 0, keys[:sinks])
+            self.ops.recall(view.sink_values_address, view.value_kind, sink, 0, values[:sinks])
+        if pages:
+            self.ops.gather(view, 0, pages, keys[sink:sealed], values[sink:sealed])
+        if end > sealed:
+            slot = (sealed - sink) % self._rows
+            address, rows = view.tail_keys_address, self._rows
+            self.ops.recall(address, view.key_kind, rows, slot, keys[sealed:])
+            address = view.tail_values_address
+            self.ops.recall(address, view.value_kind, rows, slot, values[sealed:])
 
     def truncate(self, tokens: int) -> None:
         """Keep the first `tokens` tokens.
@@ -213,12 +223,16 @@ class KVStore:
         A cut inside a sealed page decodes that page back into the tail: its tokens keep the
         rounding of the format. Raises CodecError where the store does not hold so many.
         """
+        self._recover()
         if not 0 <= tokens <= self._length:
             raise CodecError(f"cannot truncate to {tokens} tokens, the store holds {self._length}")
-        pages = sealed_pages(self.spec, tokens)
-        if pages < self._extent.pages:
-            self._unseal(pages, min(tokens, self.spec.sink + self._extent.pages * PAGE_TOKENS))
-        self._length = tokens
+        pages, old_pages = (sealed_pages(self.spec, n) for n in (tokens, self._length))
+        if pages < old_pages:
+            self._set_extent(self._length)
+            sealed = self.spec.sink + old_pages * PAGE_TOKENS
+            self._state = (self._length, [part.copy() for part in self._tail])
+            self._unseal(pages, min(tokens, sealed))
+        self._state = (tokens, None)
         self._release(pages)
 
     def _unseal(self, pages: int, end: int) -> None:
@@ -240,28 +254,35 @@ class KVStore:
 
     # Memory
 
+    def _make_pages(self, slabs: list[Any]) -> tuple[list[Any], Any]:
+        """Memory of whole pages, each (num_layers * page_bytes,) u8, and their table of addresses.
+
+        The two belong together: they are replaced in one assignment, never changed.
+        """
+        addresses = np.zeros(table_entries(len(slabs)), np.int64)  # (entries,)
+        addresses[: len(slabs)] = [self.ops.address(slab) for slab in slabs]
+        return slabs, self.ops.to_device(addresses)
+
     def _reserve(self, pages: int) -> None:
         """Have memory for so many pages of every layer."""
-        if len(self._slabs) >= pages:
-            return
-        size = self.geometry.num_layers * self.layout.page_bytes
-        while len(self._slabs) < pages:
-            self._slabs.append(self.ops.empty((size,), np.uint8))
-        self._write_table()
+        slabs = list(self._pages[0])
+        if len(slabs) < pages:
+            size = self.geometry.num_layers * self.layout.page_bytes
+            while len(slabs) < pages:
+                slabs.append(self.ops.empty((size,), np.uint8))
+            self._pages = self._make_pages(slabs)
+        self._extent.table_address = self.ops.address(self._pages[1])
 
     def _release(self, pages: int) -> None:
         """Free all but the first `pages` pages; say where the tokens are now."""
-        del self._slabs[pages:]
-        self._write_table()
-        self._set_extent(self._length, pages)
+        if len(self._pages[0]) > pages:
+            self._pages = self._make_pages(self._pages[0][:pages])
+        self._set_extent(self._length)
 
-    def _write_table(self) -> None:
-        addresses = np.zeros(table_entries(len(self._slabs)), np.int64)  # (entries,)
-        addresses[: len(self._slabs)] = [self.ops.address(slab) for slab in self._slabs]
-        self._table = self.ops.to_device(addresses)
-        self._extent.table_address = self.ops.address(self._table)
-
-    def _set_extent(self, tokens: int, pages: int) -> None:
+    def _set_extent(self, tokens: int, pages: int | None = None) -> None:
+        """Tell the kernels where so many tokens are, `pages` of them sealed."""
+        pages = sealed_pages(self.spec, tokens) if pages is None else pages
+        self._extent.table_address = self.ops.address(self._pages[1])
         self._extent.sinks = min(tokens, self.spec.sink)
         self._extent.pages = pages
         self._extent.tail_tokens = tokens - self._extent.sinks - pages * PAGE_TOKENS
@@ -270,10 +291,10 @@ class KVStore:
         """Bytes held now, summed over the arrays."""
         return StoreStats(
             tokens=self._length,
-            sealed_tokens=self._extent.pages * PAGE_TOKENS,
-            page_bytes=sum(slab.nbytes for slab in self._slabs),
+            sealed_tokens=sealed_pages(self.spec, self._length) * PAGE_TOKENS,
+            page_bytes=sum(slab.nbytes for slab in self._pages[0]),
             tail_bytes=sum(part.nbytes for part in self._tail),
             sink_bytes=sum(part.nbytes for part in self._sinks),
-            table_bytes=self._table.nbytes,
+            table_bytes=self._pages[1].nbytes + self._settings.nbytes,
             bits_per_element=bits_per_element(self.geometry, self.spec),
         )

@@ -94,7 +94,7 @@ def contents(store: KVStore) -> dict[str, bytes]:
     rows, first = store._rows, extent.pages * 64
     slots = [(first + i) % rows for i in range(extent.tail_tokens)]
     out = {"counts": repr((len(store), extent.sinks, extent.pages, extent.tail_tokens)).encode()}
-    out["pages"] = b"".join(host(slab).tobytes() for slab in store._slabs)
+    out["pages"] = b"".join(host(slab).tobytes() for slab in store._pages[0])
     for side, sinks, tail in zip("kv", store._sinks, store._tail, strict=True):
         out[f"{side} sinks"] = host(sinks)[:, :, : extent.sinks].tobytes()
         out[f"{side} tail"] = host(tail)[:, :, slots].tobytes()

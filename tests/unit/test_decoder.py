@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvrt.backends.cpu import CpuOps
 from kvrt.config import ModelConfig
 from kvrt.errors import CodecError, ContextFullError, UsageError
+from kvrt.generate import load
 from kvrt.kvstore import Geometry, KVSpec, KVStore
 from kvrt.models import decoder as decoder_module
 from kvrt.models.decoder import Decoder
@@ -34,7 +35,11 @@ class Made(NamedTuple):
     reference: np.ndarray  # (LENGTH, vocab_size) f64
 
     def store(self, spec: str = "f32", max_tokens: int = 4096) -> KVStore:
-        return KVStore(self.decoder.geometry, KVSpec.parse(spec), self.decoder.ops, max_tokens)
+        return KVStore(geometry_of(self.config), KVSpec.parse(spec), self.decoder.ops, max_tokens)
+
+
+def geometry_of(config: ModelConfig) -> Geometry:
+    return Geometry(config.num_layers, config.num_kv_heads, config.head_dim)
 
 
 def open_decoder(folder: Path, config: ModelConfig, ops: CpuOps) -> Decoder:
@@ -90,7 +95,7 @@ def test_the_cache_holds_the_keys_and_values_of_the_reference(
     """Logits see only differences of positions; the cache shows the positions themselves."""
     config = write_case(tmp_path, name)
     decoder = open_decoder(tmp_path, config, ops)
-    store = KVStore(decoder.geometry, KVSpec.parse("f32"), ops, 100)
+    store = KVStore(geometry_of(decoder.config), KVSpec.parse("f32"), ops, 100)
     decoder.prefill(IDS[:40], store)
     for token in IDS[40:70]:
         decoder.decode(token, store)
@@ -105,10 +110,10 @@ def test_a_window_of_more_than_a_page_crosses_pages(tmp_path: Path, ops: CpuOps)
     ids = np.random.default_rng(2).integers(0, 320, 300).tolist()
     expected = reference_logits(tmp_path, ids)
     decoder = open_decoder(tmp_path, config, ops)
-    whole = KVStore(decoder.geometry, KVSpec.parse("f32"), ops, 512)
+    whole = KVStore(geometry_of(decoder.config), KVSpec.parse("f32"), ops, 512)
     logits = decoder.prefill(ids, whole, all_logits=True)
     assert_close(logits, expected, tolerance("logits", "f32"), "one prefill")
-    stepped = KVStore(decoder.geometry, KVSpec.parse("f32"), ops, 512)
+    stepped = KVStore(geometry_of(decoder.config), KVSpec.parse("f32"), ops, 512)
     decoder.prefill(ids[:85], stepped)
     steps = [decoder.decode(token, stepped) for token in ids[85:]]
     assert_close(np.stack(steps), expected[85:], tolerance("logits", "f32"), "decode")
@@ -182,7 +187,7 @@ def test_a_real_number_of_chunks(tmp_path: Path, ops: CpuOps) -> None:
     config = write_tiny_model(tmp_path, hidden_size=32, num_layers=1, max_context=2048)
     decoder = open_decoder(tmp_path, config, ops)
     ids = np.random.default_rng(3).integers(0, 320, size + 1).tolist()
-    store = KVStore(decoder.geometry, KVSpec.parse("f32"), ops, 2048)
+    store = KVStore(geometry_of(decoder.config), KVSpec.parse("f32"), ops, 2048)
     logits = decoder.prefill(ids, store, all_logits=True)
     assert_close(logits, reference_logits(tmp_path, ids), tolerance("logits", "f32"))
 
@@ -330,3 +335,11 @@ def test_a_store_of_another_geometry_is_refused(made: Any, ops: CpuOps) -> None:
         made("llama").decoder.prefill([1], store)
     with pytest.raises(CodecError, match="the store is for Geometry"):
         made("llama").decoder.decode(1, store)
+
+
+def test_sinks_and_window_beyond_the_context_are_refused_at_load(tmp_path: Path) -> None:
+    config = write_tiny_model(tmp_path, tokenizer=True)
+    limit = config.max_context
+    with pytest.raises(UsageError, match=f"more than this model's context of {limit:,}"):
+        load(str(tmp_path), kv=f"k=f16,v=f16,sink=1,window={limit}")
+    assert load(str(tmp_path), kv=f"k=f16,v=f16,window={limit}").max_context == limit

@@ -97,7 +97,7 @@ def test_page_bytes_are_those_of_the_golden_file(ops: Ops, name: str) -> None:
     geometry, tokens = golden_tokens()
     store = new_store(ops, name, geometry)
     extend(store, tokens)
-    (page,) = (ops.to_host(slab).tobytes() for slab in store._slabs)
+    (page,) = (ops.to_host(slab).tobytes() for slab in store._pages[0])
     assert golden["format_version"] == FORMAT_VERSION
     assert hashlib.sha256(page).hexdigest() == golden["sha256"][name]
     # The dense page in words: for each head the rows of K, then the rows of V.

@@ -312,3 +312,26 @@ def test_two_processes_without_a_compiler_build_one_library(tmp_path: Path) -> N
         with np.load(output) as results:
             for name, want in zip(results.files, expected, strict=True):
                 assert np.array_equal(results[name], want)
+
+
+@pytest.mark.parametrize("kernels", [{}, [], None, {"nosuch": ["int"]}])
+def test_a_changed_list_of_kernels_is_not_believed(
+    tmp_path: Path, ops: CpuOps, kernels: object
+) -> None:
+    listing = ops.kernels.library.with_suffix(".json")
+    built = json.loads(listing.read_text())
+    assert native._find(listing.parent) is not None
+    copy = tmp_path / ops.kernels.library.name
+    copy.write_bytes(ops.kernels.library.read_bytes())
+    copy.with_suffix(".json").write_text(json.dumps({**built, "kernels": kernels}))
+    assert native._find(tmp_path) is None
+    copy.with_suffix(".json").write_text(json.dumps(built))
+    assert native._find(tmp_path) is not None
+
+
+def test_a_linker_that_does_not_work_leaves_the_object_code(tmp_path: Path) -> None:
+    from kvrt.backends import build
+
+    (tmp_path / "a.o").write_bytes(b"")
+    for command in ("true", "false"):
+        assert not build._link([command], tmp_path / "a.o", tmp_path / "a.so")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrt.errors import UsageError
+from kvrt.errors import UnsupportedError, UsageError
 from kvrt.kvstore import PRESETS, KVSpec
 from kvrt.kvstore.codecs import CODECS
 
@@ -79,3 +79,11 @@ def test_refusals_are_one_line_and_say_what_works(text: str, words: str) -> None
         KVSpec.parse(text)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_pair_that_no_kernels_read_is_refused() -> None:
+    class Other(type(CODECS["f16"])):  # type: ignore[misc]
+        kernels = "other"
+
+    with pytest.raises(UnsupportedError, match="one family"):
+        KVSpec(CODECS["f16"], Other("f16"))
