@@ -21,11 +21,11 @@ KINDS = {np.dtype(np.float32): F32, np.dtype(np.float16): F16, np.dtype(ml_dtype
 _GEMV_ROWS = 4
 """Up to so many tokens, reading weights once per token costs less than widening them."""
 
-_WIDEN_ELEMENTS = 1 << 18
-"""Weights are widened for BLAS in blocks of at most so many elements (1 MiB) for each thread."""
+_WIDEN_ELEMENTS = 1 << 17
+"""Weights are widened for BLAS in blocks of at most so many elements (512 KiB) for each thread."""
 
-_SCORE_ELEMENTS = 1 << 18
-"""Prefill attention holds so many scores at once for each thread (1 MiB)."""
+_SCORE_ELEMENTS = 1 << 17
+"""Prefill attention holds so many scores at once for each thread (512 KiB)."""
 
 _FEW_ROWS = 8
 """Row-wise kernels on fewer rows run on the calling thread."""
