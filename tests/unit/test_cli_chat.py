@@ -216,7 +216,7 @@ def test_every_command(start: Start, tmp_path: Path) -> None:
     say("/clear", "the conversation is empty")
     assert saved(child, tmp_path / "d.json") == [("system", "be kind")]
     say(f"/load {tmp_path / 'c.json'}", "loaded 3 messages")
-    say('/system ""', "the system message is removed")
+    say('/system ""', "none is set; the model")
     say("/stats", "2 messages")
     say(" /not a command", "AAAA\r\n")
     say("/stats", "4 messages")
@@ -311,7 +311,8 @@ def test_a_stopped_prompt_keeps_what_was_read(capsys) -> None:
     talk = Talk(model.chat(), verbose=False, colour=False, interactive=True)
     talk.attached.append("from a file")
     talk.say("what?")
-    assert capsys.readouterr() == ("", "(stopped; nothing was added)\n")
+    kept = "what /read brought still goes before your next message"
+    assert capsys.readouterr() == ("", f"(stopped; nothing was added; {kept})\n")
     assert talk.chat.messages == []
     talk.say("again?")
     assert capsys.readouterr().out == "hello\n"
