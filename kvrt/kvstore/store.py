@@ -139,10 +139,10 @@ class KVStore:
         self.check_room(tokens)
         old = self._length
         try:
-            self._reserve(sealed_pages(self.spec, old + tokens))
-            self._extending = tokens
             # An empty store has nothing to lose.
             self._state = (old, [part.copy() for part in self._tail] if old else [])
+            self._extending = tokens
+            self._reserve(sealed_pages(self.spec, old + tokens))
             yield
             self._set_extent(old + tokens)
             self._state = (old + tokens, None)

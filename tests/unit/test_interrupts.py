@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,23 @@ TOKENS = random_tokens(330)
 SPEC = "k=f32,v=f32,sink=3,window=70"
 
 
-def interrupt_at(line: int, action: Callable[[], None]) -> bool:
-    """Run the action with a KeyboardInterrupt at its n-th line in store.py; whether it came."""
+def in_the_store(code: CodeType) -> bool:
+    return code.co_filename == store.__file__
+
+
+def in_the_pool(code: CodeType) -> bool:
+    return code is Pool.run.__code__
+
+
+def interrupt_at(
+    line: int, action: Callable[[], None], where: Callable[[CodeType], bool] = in_the_store
+) -> bool:
+    """Run the action with a KeyboardInterrupt at its n-th line in some code; whether it came."""
     left = line
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left
-        if frame.f_code.co_filename != store.__file__:
+        if not where(frame.f_code):
             return None
         if event == "line":
             left -= 1
@@ -106,26 +116,7 @@ def test_the_pool_runs_all_jobs_and_raises_their_errors() -> None:
 def test_an_interrupted_pool_works_on(line: int) -> None:
     pool, seen = Pool(2), []
     pool.run(seen.append, [0])
-    left = line
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal left
-        if frame.f_code is not Pool.run.__code__:
-            return None
-        if event == "line":
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-        return trace
-
-    previous = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        pool.run(seen.append, range(1, 8))
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(previous)
+    interrupt_at(line, lambda: pool.run(seen.append, range(1, 8)), in_the_pool)
     before = len(seen)
     pool.run(seen.append, range(20))
     assert len(seen) - before >= 20
