@@ -70,6 +70,17 @@ def _entry(name: str, function: Any, kinds: list[str]) -> Callable[[int], None]:
     return entry
 
 
+def _one_of_a_kind(dispatcher: Any) -> Any:
+    """Keep Numba from compiling a function once more for each constant that it is called with."""
+    choose = dispatcher.get_call_template
+
+    def unliteral(args: Any, kws: Any) -> Any:
+        return choose(tuple(numba.types.unliteral(kind) for kind in args), kws)
+
+    dispatcher.get_call_template = unliteral
+    return dispatcher
+
+
 def compile_kernels() -> dict[str, tuple[Any, list[str]]]:
     """Compile all kernels: name -> (Numba cfunc taking the address of the slots, parameter kinds).
 
@@ -80,7 +91,7 @@ def compile_kernels() -> dict[str, tuple[Any, list[str]]]:
     for module in KERNEL_MODULES:
         __import__(module)
     for function, mode in jit.DEVICE_FUNCTIONS:
-        compiled = numba.njit(function, **_MODES[mode], **_OPTIONS)
+        compiled = _one_of_a_kind(numba.njit(function, **_MODES[mode], **_OPTIONS))
         function.__globals__[function.__name__] = compiled
     result = {}
     for name, function in jit.KERNELS.items():
@@ -120,13 +131,17 @@ def _object_code(modules: list[Any]) -> bytes:
     whole = modules[0]
     for module in modules[1:]:
         whole.link_in(module)
+    tuning = llvm.create_pipeline_tuning_options(speed_level=3)
+    tuning.loop_vectorization = tuning.slp_vectorization = True
+    builder = llvm.create_pass_builder(machine, tuning)
     passes = llvm.create_new_module_pass_manager()
     # Kernels cannot fail, which shows once their status is propagated out of the inner functions.
+    passes.add_sroa_pass()
     passes.add_ipsccp_pass()
     passes.add_simplify_cfg_pass()
     passes.add_global_dead_code_eliminate_pass()
-    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options())
     passes.run(whole, builder)
+    builder.getModulePassManager().run(whole, builder)
     return machine.emit_object(whole)
 
 

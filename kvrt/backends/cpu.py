@@ -6,17 +6,15 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from ..errors import KernelError, UsageError
-from .cpu_math import BF16, F16, F32
+from . import cpu_attn, cpu_store
+from .cpu_math import KINDS
 from .native import Kernels
 from .ops import PAGE_TOKENS, Linear, Matrix
 from .view import PageView
-
-KINDS = {np.dtype(np.float32): F32, np.dtype(np.float16): F16, np.dtype(ml_dtypes.bfloat16): BF16}
 
 _GEMV_ROWS = 4
 """Up to so many tokens, reading weights once per token costs less than widening them."""
@@ -268,7 +266,6 @@ class CpuOps:
         blocks = extent.pages + -(-(extent.sinks + extent.tail_tokens) // PAGE_TOKENS)
         splits = 1 if self.threads == 1 else max(1, min(blocks, 8 * self.threads // kv_heads))
         items = kv_heads * splits
-        scratch = self._thread_scratch(PAGE_TOKENS * (dim + group))
         states = items * group * (dim + 2)
         if self._partials.size < states:
             self._partials = self.empty((states,))
@@ -278,37 +275,52 @@ class CpuOps:
         sums = partials + items * group * dim * 4
         tokens = extent.sinks + extent.pages * PAGE_TOKENS + extent.tail_tokens
         first = 0 if window is None else max(tokens - window, 0)
-        run = getattr(self.kernels, f"attend_{view.kernels}")
-        run(
-            items, 1, _at(q), group, dim, scale, splits, scratch, partials, sums,
-            self._arrivals.address, _at(out),
-            view.sink_keys_address, view.sink_values_address, extent.sinks, view.sink_rows,
-            extent.table_address, extent.pages, view.layer_offset, view.run_bytes,
-            view.settings_address, view.tail_keys_address, view.tail_values_address,
-            extent.pages * PAGE_TOKENS % view.tail_rows, extent.tail_tokens, view.tail_rows,
-            view.key_kind, view.value_kind, first,
+        self.kernels.attend(
+            items, 1, _at(q), group, scale, splits,
+            self._thread_scratch(cpu_attn.attend_bytes(dim, group)), partials, sums,
+            self._arrivals.address, _at(out), view.address,
+            extent.sinks, extent.table_address, extent.pages, extent.tail_tokens,
+            extent.tail_slot, extent.bases_address, first,
         )  # fmt: skip
 
-    def _thread_scratch(self, floats: int) -> int:
-        """The address of so many floats for each thread."""
-        if self._scratch.size < floats * self.threads:
-            self._scratch = self.empty((floats * self.threads,))
+    def _thread_scratch(self, nbytes: int) -> int:
+        """The address of so many bytes for each thread; valid until the next call."""
+        floats = -(-nbytes // 4) * self.threads
+        if self._scratch.size < floats:
+            self._scratch = self.empty((floats,))
         return self._scratch.address
 
     # Cache
 
-    def append(self, view: PageView, k: Tensor, v: Tensor, slot: int, sink: bool = False) -> None:
-        n, heads, dim = k.shape
-        self.kernels.append(
-            n, _FEW_ROWS, _at(k), _at(v), heads, dim,
-            view.sink_rows if sink else view.tail_rows, slot,
-            view.key_kind, view.sink_keys_address if sink else view.tail_keys_address,
-            view.value_kind, view.sink_values_address if sink else view.tail_values_address,
-        )  # fmt: skip
+    def change_basis(
+        self,
+        rows: Tensor,
+        inwards: bool,
+        *,
+        turns: Tensor | None = None,
+        bias: Tensor | None = None,
+        bias_turns: Tensor | None = None,
+        hadamard: int = 0,
+    ) -> None:
+        n, heads, dim = rows.shape
+        addresses = [0 if part is None else _at(part) for part in (turns, bias, bias_turns)]
+        self.kernels.change_basis(
+            n, _FEW_ROWS, _at(rows), heads, dim, int(inwards), *addresses, hadamard
+        )
 
-    def recall(self, source: int, kind: int, rows: int, slot: int, out: Tensor) -> None:
-        n, heads, dim = out.shape
-        self.kernels.recall(n, _FEW_ROWS, source, rows, slot, kind, heads, dim, _at(out))
+    def append(self, view: PageView, k: Tensor, v: Tensor, slot: int, sink: bool = False) -> None:
+        self.kernels.append(len(k), _FEW_ROWS, view.address, _at(k), _at(v), slot, int(sink))
+
+    def recall(
+        self, view: PageView, is_value: bool, slot: int, out: Tensor, sink: bool = False
+    ) -> None:
+        self.kernels.recall(
+            len(out), _FEW_ROWS, view.address, int(is_value), slot, int(sink), _at(out)
+        )
+
+    def round_rows(self, rows: Tensor, dtype: np.dtype) -> None:
+        width = rows[0].size
+        self.kernels.round_rows(len(rows), _FEW_ROWS, _at(rows), width, KINDS[dtype])
 
     def seal(
         self,
@@ -317,24 +329,32 @@ class CpuOps:
         count: int,
         new: tuple[Tensor, Tensor] | None,
         new_start: int,
+        tail_first: int,
+        tail_slot: int,
+        measure: bool,
     ) -> None:
-        keys, values = (0, 0) if new is None else (_at(new[0]), _at(new[1]))
-        tokens = 0 if new is None else len(new[0])
-        run = getattr(self.kernels, f"seal_{view.kernels}")
-        run(
-            count * view.num_kv_heads, 1, view.extent.table_address, first_page, view.layer_offset,
-            view.run_bytes, view.settings_address, view.num_kv_heads, view.head_dim,
-            view.sink_rows, view.tail_rows, self._thread_scratch(PAGE_TOKENS * view.head_dim),
-            view.key_kind, view.tail_keys_address, keys,
-            view.value_kind, view.tail_values_address, values, new_start, tokens,
-        )  # fmt: skip
+        heads, dim, table = view.num_kv_heads, view.head_dim, view.extent.table_address
+        for is_value, survey in enumerate(view.surveys):
+            fresh, tokens = (0, 0) if new is None else (_at(new[is_value]), len(new[is_value]))
+            source = (tail_first, tail_slot, fresh, new_start, tokens)
+            surveyed = {"never": 0, "first": int(measure), "every": count}[survey]
+            if surveyed:
+                scratch = self._thread_scratch(heads * PAGE_TOKENS * dim * 4)
+                self.kernels.survey(
+                    surveyed, 1, view.address, is_value, table, first_page, int(measure), *source,
+                    scratch,
+                )  # fmt: skip
+            tile_bytes = PAGE_TOKENS * dim * 4
+            scratch = self._thread_scratch(tile_bytes + cpu_store.codes_bytes(dim))
+            self.kernels.seal(
+                count * heads, 1, view.address, is_value, table, first_page, *source,
+                scratch, scratch + self.threads * tile_bytes,
+            )  # fmt: skip
 
     def gather(
-        self, view: PageView, first_page: int, count: int, keys: Tensor, values: Tensor
+        self, view: PageView, is_value: bool, first_page: int, count: int, out: Tensor
     ) -> None:
-        run = getattr(self.kernels, f"gather_{view.kernels}")
-        run(
-            count * view.num_kv_heads, 1, view.extent.table_address, first_page, view.layer_offset,
-            view.run_bytes, view.settings_address, view.num_kv_heads, view.head_dim,
-            self._thread_scratch(PAGE_TOKENS * view.head_dim), _at(keys), _at(values),
+        self.kernels.gather(
+            count * view.num_kv_heads, 1, view.address, int(is_value), view.extent.table_address,
+            first_page, self._thread_scratch(cpu_store.decode_bytes(view.head_dim)), _at(out),
         )  # fmt: skip

@@ -1,11 +1,19 @@
 """Scalar and vector arithmetic that the CPU kernels share."""
 
+import ml_dtypes
 import numpy as np
 
 from . import jit
 
 F32, F16, BF16 = 0, 1, 2
 """How 16- and 32-bit floats are told apart inside kernels (`kind` arguments)."""
+
+KINDS = {np.dtype(np.float32): F32, np.dtype(np.float16): F16, np.dtype(ml_dtypes.bfloat16): BF16}
+
+
+@jit.device
+def row_bytes(kind, dim):
+    return dim * (4 if kind == F32 else 2)
 
 
 @jit.exact
@@ -47,6 +55,15 @@ def float_to_bfloat(x):
     return np.uint16(rounded >> np.uint32(16))
 
 
+@jit.exact
+def float_to_half(x):
+    """IEEE half bits, round to nearest even; what is too large becomes the largest, 65,504."""
+    # Written so that a NaN passes.
+    x = np.float32(65504.0) if x > np.float32(65504.0) else x
+    x = np.float32(-65504.0) if x < np.float32(-65504.0) else x
+    return jit.float_to_half(x)
+
+
 @jit.inline
 def load_rows(address, kind, rows, cols, out):
     """Widen `rows * cols` stored floats at `address` into out[:rows, :cols] (float32)."""
@@ -78,7 +95,7 @@ def store_row(row, kind, address):
     elif kind == F16:
         half = jit.array(address, (cols,), np.uint16)
         for j in range(cols):
-            half[j] = jit.float_to_half(row[j])
+            half[j] = float_to_half(row[j])
     else:
         brain = jit.array(address, (cols,), np.uint16)
         for j in range(cols):
@@ -180,3 +197,36 @@ def fill(x, value):
     """x = value."""
     for j in range(x.shape[0]):
         x[j] = value
+
+
+@jit.exact
+def hadamard(x, block):
+    """The Walsh-Hadamard transform of each `block` (a power of two) of x, / sqrt(block), in place.
+
+    It is its own inverse.
+    """
+    half = 1
+    while half < block:
+        for pair in range(x.shape[0] // (2 * half)):
+            start = pair * 2 * half
+            low, high = x[start : start + half], x[start + half : start + 2 * half]
+            for i in range(half):
+                a, b = low[i], high[i]
+                low[i] = a + b
+                high[i] = a - b
+        half *= 2
+    factor = np.float32(1.0) / np.sqrt(np.float32(block))
+    for i in range(x.shape[0]):
+        x[i] *= factor
+
+
+@jit.exact
+def turn(x, cos, sin, way):
+    """Rotate the pairs (i, i + half) of x in place; way is 1, or -1 for backwards."""
+    half = cos.shape[0]
+    low, high = x[:half], x[half : 2 * half]
+    sign = np.float32(way)
+    for i in range(half):
+        a, b, s = low[i], high[i], sign * sin[i]
+        low[i] = a * cos[i] - b * s
+        high[i] = b * cos[i] + a * s

@@ -40,6 +40,14 @@ def _array_at(typingctx: Any, address: Any, shape: Any, dtype: Any) -> Any:
     return signature, codegen
 
 
+def _address_of(typingctx: Any, array: Any) -> Any:
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        data = make_array(sig.args[0])(context, builder, args[0]).data
+        return builder.ptrtoint(data, ir.IntType(64))
+
+    return types.int64(array), codegen
+
+
 def _half_to_float(typingctx: Any, bits: Any) -> Any:
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.fpext(builder.bitcast(args[0], _HALF), _FLOAT)
@@ -83,9 +91,55 @@ def _atomic_add(typingctx: Any, address: Any, amount: Any) -> Any:
     return types.int64(types.int64, types.int64), codegen
 
 
+# Loops over eight neighbours are unrolled before LLVM looks for vectors, so these say it outright.
+_WIDTH = 8
+_CODES = ir.VectorType(ir.IntType(16), _WIDTH)
+_FLOATS = ir.VectorType(_FLOAT, _WIDTH)
+
+
+def _affine8_code(builder: Any, out: Any, codes: Any, scale: Any, shift: Any) -> None:
+    packed = builder.load(builder.inttoptr(codes, _CODES.as_pointer()), align=2)
+    wide = builder.zext(packed, ir.VectorType(ir.IntType(32), _WIDTH))
+    # llvmlite's own fma takes scalars only.
+    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+    fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{_WIDTH}f32")
+    result = builder.call(fma, [builder.sitofp(wide, _FLOATS), scale, shift])
+    builder.store(result, builder.inttoptr(out, _FLOATS.as_pointer()), align=4)
+
+
+def _affine8(typingctx: Any, out: Any, codes: Any, scale: Any, shift: Any) -> Any:
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        vectors = [
+            builder.load(builder.inttoptr(at, _FLOATS.as_pointer()), align=4) for at in args[2:]
+        ]
+        _affine8_code(builder, args[0], args[1], *vectors)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64, types.int64, types.int64), codegen
+
+
+def _affine8_same(typingctx: Any, out: Any, codes: Any, scale: Any, shift: Any) -> Any:
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        lanes = ir.Constant(ir.VectorType(ir.IntType(32), _WIDTH), [0] * _WIDTH)
+        empty = ir.Constant(_FLOATS, ir.Undefined)
+        vectors = [
+            builder.shuffle_vector(
+                builder.insert_element(empty, value, ir.Constant(ir.IntType(32), 0)), empty, lanes
+            )
+            for value in args[2:]
+        ]
+        _affine8_code(builder, args[0], args[1], *vectors)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64, types.float32, types.float32), codegen
+
+
 def bind() -> None:
     """Bind the names of the dialect to compiler intrinsics."""
     jit.array = intrinsic(_array_at)
+    jit.address_of = intrinsic(_address_of)
+    jit.affine8 = intrinsic(_affine8)
+    jit.affine8_same = intrinsic(_affine8_same)
     jit.half_to_float = intrinsic(_half_to_float)
     jit.float_to_half = intrinsic(_float_to_half)
     jit.bits_to_float = intrinsic(_bits_to_float)

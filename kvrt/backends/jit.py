@@ -11,6 +11,7 @@ Rules of the dialect:
 - Arrays are made from addresses with `jit.array(address, shape, dtype)`. Nothing is allocated.
 - Loops that should vectorise run over 1-D arrays (or rows and slices of arrays) from 0: an index
   that might be negative would wrap around and forbid it.
+- A step of `range` is a constant, since Python raises an error for 0, and kernels cannot raise.
 - Functions of other files are called through their module (`jit.exp(x)`, `dense.decode(...)`),
   because names are bound to compiled code only when the compiler runs.
 """
@@ -71,5 +72,12 @@ float_to_bits: Any = _compiled_only
 """float_to_bits(f32): the bits of a float32, as u32."""
 atomic_add: Any = _compiled_only
 """atomic_add(address, n): add to the int64 there, give its old value."""
+address_of: Any = _compiled_only
+"""address_of(array): the address of its first element."""
+affine8: Any = _compiled_only
+"""affine8(out, codes, scale, shift): out[i] = codes[i] * scale[i] + shift[i] for eight numbers at
+these addresses, codes u16, the others f32; rounded once."""
+affine8_same: Any = _compiled_only
+"""affine8_same(out, codes, scale, shift): the same with one scale and shift (f32 numbers)."""
 bits_to_double: Any = _compiled_only
 """bits_to_double(i64): the float64 with these bits."""

@@ -37,9 +37,9 @@ HEADER_SLOTS = 4
 KERNEL_MODULES = (
     "kvrt.backends.cpu_kernels",
     "kvrt.backends.cpu_attn",
-    "kvrt.kvstore.codecs",
+    "kvrt.kvstore.codecs.dispatch",
 )
-"""Modules whose import registers kernels. The codecs' registry brings those of every codec."""
+"""Modules whose import registers kernels. The last brings those of every codec."""
 
 Manifest = dict[str, list[str]]
 
@@ -121,9 +121,9 @@ def _build(folder: Path) -> tuple[Path, Manifest]:
     command = [sys.executable, "-m", "kvrt.backends.build", str(folder / library_name())]
     root = str(Path(__file__).resolve().parents[2])
     search = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": search}
-    )
+    # Numba need not optimise what is optimised as a whole afterwards.
+    environment = {**os.environ, "PYTHONPATH": search, "NUMBA_OPT": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     found = _find(folder)
     if done.returncode == UNWRITABLE:
         raise StorageError(done.stderr.strip())

@@ -101,12 +101,36 @@ class Ops(Protocol):
         """Attention of one token over everything in the view: q, out (heads, head_dim)."""
         ...
 
+    def change_basis(
+        self,
+        rows: Array,
+        inwards: bool,
+        *,
+        turns: Array | None = None,
+        bias: Array | None = None,
+        bias_turns: Array | None = None,
+        hadamard: int = 0,
+    ) -> None:
+        """Keys or values (n, kv_heads, head_dim) f32 in place, into the cache's basis or out of it.
+
+        Inwards: rotate backwards by `turns`, subtract `bias` (kv_heads, head_dim) rotated by
+        `bias_turns`, Hadamard transform in blocks of `hadamard`; outwards: all of it undone. turns,
+        bias_turns (n, 2, head_dim / 2) f32 are cos and sin of each token.
+        """
+        ...
+
     def append(self, view: PageView, k: Array, v: Array, slot: int, sink: bool = False) -> None:
         """Store k, v (n, kv_heads, head_dim) in the tail from a ring slot on, or in the sinks."""
         ...
 
-    def recall(self, source: int, kind: int, rows: int, slot: int, out: Array) -> None:
-        """out (n, kv_heads, head_dim) f32 = ring slots slot, slot + 1, ... at source."""
+    def recall(
+        self, view: PageView, is_value: bool, slot: int, out: Array, sink: bool = False
+    ) -> None:
+        """out (n, kv_heads, head_dim) f32 = slots slot, slot + 1, ... of the tail, or sinks."""
+        ...
+
+    def round_rows(self, rows: Array, dtype: np.dtype) -> None:
+        """rows (n, ...) f32 in place = what they are once stored as dtype."""
         ...
 
     def seal(
@@ -116,15 +140,19 @@ class Ops(Protocol):
         count: int,
         new: tuple[Array, Array] | None,
         new_start: int,
+        tail_first: int,
+        tail_slot: int,
+        measure: bool,
     ) -> None:
         """Encode pages first_page .. first_page + count - 1 of a layer.
 
-        Tokens before position new_start come from the tail, later ones from new (K, V).
+        Tokens before position new_start come from the tail, where position tail_first lies in slot
+        tail_slot, later ones from new (K, V). `measure`: the first page fixes the codecs' scales.
         """
         ...
 
     def gather(
-        self, view: PageView, first_page: int, count: int, keys: Array, values: Array
+        self, view: PageView, is_value: bool, first_page: int, count: int, out: Array
     ) -> None:
-        """keys, values (count * 64, kv_heads, head_dim) f32 = decoded pages."""
+        """out (count * 64, kv_heads, head_dim) f32 = one side of pages, in the cache's basis."""
         ...

@@ -1,44 +1,79 @@
-"""What a backend may see of a store: addresses, sizes and the lengths of the moment."""
+"""What a backend may see of a store: addresses, sizes and the lengths of the moment.
+
+What does not change is a row of integers for each layer, (LAYER_SETTINGS,) i64, which kernels read:
+a structure, so to say, whose members are named below. What changes is the `Extent`.
+"""
 
 from dataclasses import dataclass
+from typing import Any
+
+LAYER_SETTINGS = 64
+
+(
+    HEADS,  # KV heads
+    DIM,  # head_dim
+    KEY_KIND,  # kind of float of the keys in sinks and tail
+    VALUE_KIND,
+    SINK_ROWS,
+    TAIL_ROWS,
+    SINK_KEYS,  # address of (HEADS, SINK_ROWS, DIM)
+    SINK_VALUES,
+    TAIL_KEYS,  # address of (HEADS, TAIL_ROWS, DIM), a ring
+    TAIL_VALUES,
+    LAYER_OFFSET,  # where the layer begins in a page
+    RUN_BYTES,  # of one head
+    SHARED_OFFSET,  # of what all heads share, from where the layer begins
+    FORM,  # of keys: POST, PAGE or PRE
+    KEY_HADAMARD,  # block size of the transform, 0 for none
+    VALUE_HADAMARD,
+    KEY_BIAS,  # address of (HEADS, DIM) f32 that is left out of the keys, or 0
+    TURNS,  # address of (64, 2, DIM / 2) f32, cos and sin of the offsets in a block of 64, or 0
+    KEY_NORM,  # address of (HEADS, DIM) f32 to multiply into queries of packed keys, or 0
+) = range(19)
+KEY_SIDE, VALUE_SIDE = 32, 48
+SIDE_SETTINGS = 16
+"""Integers that describe the codec of one side, from KEY_SIDE and VALUE_SIDE on."""
+
+CODEC, CODES, META, SHARED, OWN, STATE, TABLE = 0, 1, 2, 3, 4, 10, 11
+"""Their order: the codec's number; offsets of codes and meta in a head's run, of the shared part in
+what all heads share; six settings of the codec's own; addresses of the layer's measured state and
+of its fitted tables, f32."""
+
+POST, PAGE, PRE = 0, 1, 2
+"""Keys after RoPE; rotated by their offset in the page only; before RoPE."""
 
 
 @dataclass
 class Extent:
     """How many tokens are where. One object serves all layers of a store.
 
-    Positions 0 .. sinks - 1 are sinks, then `pages` whole pages, then `tail_tokens` in the tail.
-    `table_address` is that of the page table (pages,) i64.
+    Positions 0 .. sinks - 1 are sinks, then `pages` whole pages, then `tail_tokens` in the tail,
+    the first of them in ring slot `tail_slot`. `table_address` is that of the page table (pages,)
+    i64; `bases_address` that of cos and sin (blocks, 2, head_dim / 2) f32 of the positions where
+    blocks of 64 begin (of the sinks, the pages, the tail), 0 where no kernel needs them.
     """
 
     sinks: int = 0
     pages: int = 0
     tail_tokens: int = 0
+    tail_slot: int = 0
     table_address: int = 0
+    bases_address: int = 0
 
 
 @dataclass(frozen=True)
 class PageView:
-    """One layer of a store, as kernels see it.
-
-    Sinks (num_kv_heads, sink_rows, head_dim) and tail (num_kv_heads, tail_rows, head_dim) are
-    stored floats of `key_kind`, `value_kind`; the tail slot of position p is (p - sinks) %
-    tail_rows. A page's bytes are at table[page] + layer_offset + head * run_bytes. `kernels` is
-    the suffix of the codec's kernels, `settings_address` that of its (16,) i64 settings.
-    """
+    """One layer of a store, as kernels see it. `address` is that of `settings` on the device."""
 
     extent: Extent
-    kernels: str
-    num_kv_heads: int
-    head_dim: int
-    key_kind: int
-    value_kind: int
-    sink_rows: int
-    tail_rows: int
-    layer_offset: int
-    run_bytes: int
-    settings_address: int
-    sink_keys_address: int
-    sink_values_address: int
-    tail_keys_address: int
-    tail_values_address: int
+    settings: Any  # (LAYER_SETTINGS,) i64, on the host
+    address: int
+    surveys: tuple[str, str]  # of K and V: "never", "first" or "every" page
+
+    @property
+    def num_kv_heads(self) -> int:
+        return int(self.settings[HEADS])
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.settings[DIM])

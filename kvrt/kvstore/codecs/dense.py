@@ -1,15 +1,16 @@
-"""Dense pages: f32, f16 or bf16 rows, the baseline format.
+"""Dense pages: f32, f16 or bf16 rows, the baseline format. Codes are (64, head_dim), by token."""
 
-A head's run is its K rows, then its V rows: (64, head_dim) each, token by token.
-"""
+from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
 
-from ...backends import cpu_attn, cpu_math, cpu_store, jit
+from ...backends import cpu_math, jit
+from ...backends.ops import PAGE_TOKENS
+from .base import CODES, OWN, Survey
 
 DTYPES: dict[str, np.dtype] = {
     "f32": np.dtype(np.float32),
@@ -22,55 +23,46 @@ DTYPES: dict[str, np.dtype] = {
 class Dense:
     """One side (K or V) of a dense page."""
 
-    name: str
+    name: Literal["f32", "f16", "bf16"]
 
-    @property
-    def dtype(self) -> np.dtype:
-        return DTYPES[self.name]
-
-    kernels = "dense"
+    number = 0
+    calibrated = False
+    survey: Survey = "never"
 
     @property
     def exact_dtype(self) -> np.dtype:
         """What sinks and tail hold: the page's own type, so that sealing changes nothing."""
-        return self.dtype
+        return DTYPES[self.name]
 
-    def code_bytes(self, page_tokens: int, head_dim: int) -> int:
-        """Bytes of one head's codes in a page."""
-        return page_tokens * head_dim * self.dtype.itemsize
+    def check(self, is_value: bool, num_kv_heads: int, head_dim: int) -> None:
+        """Any shape will do."""
 
-    def meta_bytes(self, page_tokens: int, head_dim: int) -> int:
-        """Bytes of one head's scales, minima and tables in a page: none."""
+    def code_bytes(self, head_dim: int) -> int:
+        return PAGE_TOKENS * head_dim * self.exact_dtype.itemsize
+
+    def meta_bytes(self, is_value: bool, head_dim: int) -> int:
         return 0
 
-    def settings(self) -> tuple[int, ...]:
-        """What the kernels need to know beside the offsets: the kind of float."""
-        return ({"f32": cpu_math.F32, "f16": cpu_math.F16, "bf16": cpu_math.BF16}[self.name],)
+    def shared_bytes(self, is_value: bool, num_kv_heads: int, head_dim: int) -> int:
+        return 0
+
+    def state_floats(self, num_kv_heads: int, head_dim: int) -> int:
+        return 0
+
+    def table_floats(self, is_value: bool, num_kv_heads: int, head_dim: int) -> int:
+        return 0
+
+    def settings(self, is_value: bool, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return (cpu_math.KINDS[self.exact_dtype],)
 
 
 @jit.device
-def load_keys(run, settings, tile):
-    cpu_math.load_rows(run + settings[0], settings[4], tile.shape[0], tile.shape[1], tile)
+def dense_encode(tile, side, run):
+    size = cpu_math.row_bytes(side[OWN], tile.shape[1])
+    for t in range(PAGE_TOKENS):
+        cpu_math.store_row(tile[t], side[OWN], run + side[CODES] + t * size)
 
 
 @jit.device
-def load_values(run, settings, tile):
-    cpu_math.load_rows(run + settings[2], settings[8], tile.shape[0], tile.shape[1], tile)
-
-
-@jit.device
-def save_keys(tile, settings, run):
-    size = cpu_store.row_bytes(settings[4], tile.shape[1])
-    for t in range(tile.shape[0]):
-        cpu_math.store_row(tile[t], settings[4], run + settings[0] + t * size)
-
-
-@jit.device
-def save_values(tile, settings, run):
-    size = cpu_store.row_bytes(settings[8], tile.shape[1])
-    for t in range(tile.shape[0]):
-        cpu_math.store_row(tile[t], settings[8], run + settings[2] + t * size)
-
-
-cpu_attn.build_attend("dense", sys.modules[__name__])
-cpu_store.build_seal("dense", sys.modules[__name__])
+def dense_decode(run, side, tile):
+    cpu_math.load_rows(run + side[CODES], side[OWN], PAGE_TOKENS, tile.shape[1], tile)

@@ -1,0 +1,108 @@
+"""What a codec is: one side (K or V) of a page, how large it is and which kernels it runs.
+
+In kernels a side is described by a few integers (`backends.view`). A tile is one KV head's part of
+a page, (64, head_dim) f32, token by token.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import numpy as np
+
+from ...backends.ops import PAGE_TOKENS
+from ...backends.view import CODEC, CODES, META, OWN, SHARED, STATE, TABLE
+from ...errors import UnsupportedError
+
+__all__ = [
+    "CODEC", "CODES", "META", "OWN", "SHARED", "STATE", "TABLE", "Packed", "Survey", "TileCodec",
+]  # fmt: skip
+
+Survey = Literal["never", "first", "every"]
+"""Whether a codec looks at all heads of a page before any is encoded: never, only at the first page
+ever sealed (which fixes scales for good), or at every page."""
+
+
+class TileCodec(Protocol):
+    """One side of a page. Sizes are bytes of one head unless said otherwise."""
+
+    @property
+    def name(self) -> str:
+        """The codec and its options, as in a printed spec."""
+        ...
+
+    @property
+    def number(self) -> int:
+        """What kernels know the codec by."""
+        ...
+
+    @property
+    def exact_dtype(self) -> np.dtype:
+        """Dtype of this side's sinks and tail."""
+        ...
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it needs tables fitted beforehand."""
+        ...
+
+    @property
+    def survey(self) -> Survey: ...
+
+    def check(self, is_value: bool, num_kv_heads: int, head_dim: int) -> None:
+        """Raise UnsupportedError where the codec does not fit such a cache."""
+        ...
+
+    def code_bytes(self, head_dim: int) -> int: ...
+
+    def meta_bytes(self, is_value: bool, head_dim: int) -> int:
+        """Bytes of scales, minima and outliers."""
+        ...
+
+    def shared_bytes(self, is_value: bool, num_kv_heads: int, head_dim: int) -> int:
+        """Bytes of a page that belong to all heads together."""
+        ...
+
+    def state_floats(self, num_kv_heads: int, head_dim: int) -> int:
+        """f32 numbers of a layer that are measured on its first sealed page."""
+        ...
+
+    def table_floats(self, is_value: bool, num_kv_heads: int, head_dim: int) -> int:
+        """f32 numbers of one layer and side that were fitted beforehand."""
+        ...
+
+    def settings(self, is_value: bool, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """Up to six integers for the kernels."""
+        ...
+
+
+class Packed:
+    """What all codecs of packed codes have in common."""
+
+    exact_dtype = np.dtype(np.float16)
+    calibrated = False
+    survey: Survey = "never"
+    name: str
+    code_bits: int
+
+    def check(self, is_value: bool, num_kv_heads: int, head_dim: int) -> None:
+        if head_dim % 16:
+            raise UnsupportedError(
+                f"{self.name} needs a head_dim that is a multiple of 16, this cache has {head_dim}; "
+                "f32, f16 and bf16 take any"
+            )
+
+    def code_bytes(self, head_dim: int) -> int:
+        return PAGE_TOKENS * head_dim * self.code_bits // 8
+
+    def meta_bytes(self, is_value: bool, head_dim: int) -> int:
+        return 0
+
+    def shared_bytes(self, is_value: bool, num_kv_heads: int, head_dim: int) -> int:
+        return 0
+
+    def state_floats(self, num_kv_heads: int, head_dim: int) -> int:
+        return 0
+
+    def table_floats(self, is_value: bool, num_kv_heads: int, head_dim: int) -> int:
+        return 0
