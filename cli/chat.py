@@ -31,7 +31,7 @@ from .main import CommandState
 from .options import (
     ModelChoice,
     SamplingFlags,
-    model_options,
+    model_options_with,
     open_model,
     predict_option,
     prompt_options,
@@ -47,7 +47,7 @@ AT_THE_PROMPT = "(Ctrl-D or /exit leaves; Ctrl-C stops an answer)"
 
 
 @click.command("chat")
-@model_options
+@model_options_with(default_kv="kvrt4")
 @prompt_options
 @click.option("-sys", "--system-prompt", "system", metavar="TEXT", help="The system message.")
 @predict_option(default=-1)

@@ -9,6 +9,7 @@ import click
 
 from ..errors import UsageError
 from .console import emit, emit_json, format_bytes
+from .kv_options import KV_HELP, resolve_kv
 from .options import common_options
 
 
@@ -21,7 +22,7 @@ from .options import common_options
     default=("f16",),
     show_default=True,
     metavar="SPEC",
-    help="A cache format to price. May be repeated.",
+    help=f"{KV_HELP} May be repeated.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @common_options
@@ -67,9 +68,11 @@ def model_facts(folder: Path, specs: tuple[str, ...]) -> tuple[dict[str, Any], l
 
     if not specs:
         raise UsageError("no cache format to price")
-    parsed = [KVSpec.parse(text) for text in specs]
+    parsed = [KVSpec.parse(resolve_kv(text, None, None, "f16")) for text in specs]
     config = ModelConfig.from_dir(folder)
     geometry = Geometry(config.num_layers, config.num_kv_heads, config.head_dim)
+    for spec in parsed:
+        spec.check(geometry)
     weights = Weights.open(folder, expected_tensors(config), ignored_tensor)
     try:
         weight_bytes = weights.nbytes
@@ -99,6 +102,7 @@ def model_facts(folder: Path, specs: tuple[str, ...]) -> tuple[dict[str, Any], l
 
 def _lines(facts: dict[str, Any], full_bytes: list[int]) -> list[str]:
     context = facts["max_context"]
+    width = max(16, *(len(row["spec"]) + 1 for row in facts["kv"]))
     lines = [
         f"model type   {facts['model_type']}",
         f"layers       {facts['num_layers']}",
@@ -108,11 +112,12 @@ def _lines(facts: dict[str, Any], full_bytes: list[int]) -> list[str]:
         f"weights      {format_bytes(facts['weight_bytes'])}",
         f"max context  {context:,} tokens",
         "",
-        f"{'cache':<16}{'bits/element':>14}{'bytes/token':>14}{'fixed':>12}{f'at {context:,}':>16}",
+        f"{'cache':<{width}}{'bits/element':>14}{'bytes/token':>14}{'fixed':>12}"
+        f"{f'at {context:,}':>16}",
     ]
     for row, full in zip(facts["kv"], full_bytes):
         lines.append(
-            f"{row['spec']:<16}{row['bits_per_element']:>14.2f}{row['bytes_per_token']:>14,.0f}"
+            f"{row['spec']:<{width}}{row['bits_per_element']:>14.2f}{row['bytes_per_token']:>14,.0f}"
             f"{format_bytes(row['fixed_bytes']):>12}{format_bytes(full):>16}"
         )
     return lines

@@ -23,6 +23,7 @@ from ..errors import KvrtError
 COMMANDS = {
     "chat": "Talk with a model in the terminal, or ask it one question.",
     "generate": "Continue a text.",
+    "eval": "Measure what cache formats cost in quality.",
     "info": "Show a model's shape and what its cache costs.",
     "pull": "Fetch a model.",
     "convert": "Turn a GGUF file into a model folder.",

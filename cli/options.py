@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ..errors import ModelNotFoundError, UsageError
+from ..errors import ModelNotFoundError, UnsupportedError, UsageError
 from .console import (
     check_unicode,
     note,
@@ -23,6 +23,7 @@ from .console import (
     show_log,
     stdin_is_terminal,
 )
+from .kv_options import KV_HELP, calibration_option, kv_side_options, resolve_kv
 from .main import debug_option
 
 if TYPE_CHECKING:
@@ -46,13 +47,18 @@ SAMPLING: tuple[tuple[tuple[str, ...], str, type, str], ...] = (
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """Which model to load and how; None as model means the default one, pulled if absent."""
+    """Which model to load and how; None as model means the default one, pulled if absent.
+
+    `kv_is_default`: no one asked for this cache format, so a model that it does not fit gets f16.
+    """
 
     model: str | None
     kv: str
     max_context: int | None
     device: str
     threads: int | None
+    calibration: str | None = None
+    kv_is_default: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,42 +107,63 @@ def common_options(function: Function) -> Function:
 
 
 def model_options(function: Function) -> Function:
-    """-m, --kv, -c and the common options; the command gets a `choice` and `verbose`."""
+    """-m, --kv and its sides, -c and the common options; gives a `choice` and `verbose`.
 
-    @wraps(function)
-    def call(
-        model: str | None,
-        kv: str,
-        ctx_size: int,
-        device: str,
-        threads: int | None,
-        **rest: Any,
-    ) -> Any:
-        choice = ModelChoice(model, kv, ctx_size or None, device, threads)
-        return function(choice=choice, **rest)
+    The cache format is f16 where none is named.
+    """
+    return model_options_with("f16")(function)
 
-    wrapped = common_options(call)
-    for option in (
-        click.option(
+
+def model_options_with(default_kv: str) -> Callable[[Function], Function]:
+    """`model_options` whose cache format is another where none is named and where it fits."""
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def call(
+            model: str | None,
+            kv: str | None,
+            kv_k: str | None,
+            kv_v: str | None,
+            calibration: str | None,
+            ctx_size: int,
+            device: str,
+            threads: int | None,
+            **rest: Any,
+        ) -> Any:
+            choice = ModelChoice(
+                model,
+                resolve_kv(kv, kv_k, kv_v, default_kv),
+                ctx_size or None,
+                device,
+                threads,
+                calibration,
+                kv_is_default=kv is None and kv_k is None and kv_v is None,
+            )
+            return function(choice=choice, **rest)
+
+        wrapped = common_options(call)
+        wrapped = click.option(
             "-c",
             "--ctx-size",
             type=click.IntRange(min=0),
             default=0,
             metavar="N",
             help="Limit of cached tokens; 0 is the model's own.  [default: 0]",
-        ),
-        click.option(
-            "--kv", default="f16", show_default=True, metavar="SPEC", help="Cache format."
-        ),
-        click.option(
-            "-m",
-            "--model",
-            metavar="MODEL",
-            help="A model folder or the name of a pulled model.  [default: smollm2]",
-        ),
-    ):
-        wrapped = option(wrapped)
-    return wrapped  # type: ignore[return-value]
+        )(wrapped)
+        wrapped = kv_side_options(calibration_option(wrapped))
+        for option in (
+            click.option("--kv", metavar="SPEC", help=f"{KV_HELP}  [default: {default_kv}]"),
+            click.option(
+                "-m",
+                "--model",
+                metavar="MODEL",
+                help="A model folder or the name of a pulled model.  [default: smollm2]",
+            ),
+        ):
+            wrapped = option(wrapped)
+        return wrapped  # type: ignore[return-value]
+
+    return decorate
 
 
 def sampling_options(function: Function) -> Function:
@@ -228,13 +255,42 @@ def open_model(choice: ModelChoice) -> Model:
     """Load the chosen model; without a choice the default one, which is pulled if it is absent."""
     from ..generate import load
 
-    return load(
-        default_model() if choice.model is None else choice.model,
+    name = default_model() if choice.model is None else choice.model
+    kv, remark = _fitting(choice.kv, name) if choice.kv_is_default else (choice.kv, "")
+    more: dict[str, Any] = {}
+    if choice.calibration is not None:
+        more["calibration"] = choice.calibration
+    model = load(
+        name,
         device=choice.device,
-        kv=choice.kv,
+        kv=kv,
         max_context=choice.max_context,
         threads=choice.threads,
+        **more,
     )
+    if remark:
+        note(remark)
+    return model
+
+
+def _fitting(kv: str, model: str) -> tuple[str, str]:
+    """A default cache format, or f16 and what to say for a model that it does not fit."""
+    from ..config import ModelConfig
+    from ..hub import resolve
+    from ..kvstore import Geometry, KVSpec
+
+    config = ModelConfig.from_dir(resolve(model))
+    spec = KVSpec.parse(kv)
+    try:
+        spec.check(Geometry(config.num_layers, config.num_kv_heads, config.head_dim))
+        if spec.sink + spec.window > config.max_context:
+            raise UnsupportedError(
+                f"it keeps {spec.sink + spec.window} tokens exact, more than the context of "
+                f"{config.max_context}"
+            )
+    except UnsupportedError as error:
+        return "f16", f"kvrt: the default cache format {kv} does not fit this model ({error}): f16"
+    return kv, ""
 
 
 def default_model() -> str:

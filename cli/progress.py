@@ -1,4 +1,4 @@
-"""The progress of a download or a conversion, on stderr."""
+"""The progress of a long job, on stderr."""
 
 from __future__ import annotations
 
@@ -19,12 +19,19 @@ _BAR_WIDTH = 32
 class ConsoleProgress:
     """A kvrt Progress: a bar on a terminal, else one line a stage.
 
-    As a context manager it takes the bar away at the end, after an error too.
+    `amount` puts a count of the job's units into words. As a context manager it takes the bar away
+    at the end, after an error too.
     """
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        clock: Callable[[], float] = monotonic,
+        amount: Callable[[int], str] = format_bytes,
+    ) -> None:
         self._stream = stream
         self._clock = clock
+        self._amount = amount
         self._stage = ""
         self._drawn_at = float("-inf")
         self._console: Console | None = None
@@ -36,12 +43,12 @@ class ConsoleProgress:
         self.close()
 
     def __call__(self, stage: str, done: int, total: int | None) -> None:
-        """Show how far a stage is; `done` and `total` in bytes."""
+        """Show how far a stage is; `done` and `total` in the job's units."""
         new = stage != self._stage
         self._stage = stage
         if not self._stream.isatty():
             if new:
-                note(f"kvrt: {stage}" + (f" ({format_bytes(total)})" if total else ""))
+                note(f"kvrt: {stage}" + (f" ({self._amount(total)})" if total else ""))
             return
         now = self._clock()
         finished = total is not None and done >= total
@@ -68,13 +75,18 @@ class ConsoleProgress:
             line.append("━" * filled, "green")
             line.append("━" * (_BAR_WIDTH - filled), "bright_black")
             line.append(
-                f" {100 * done // total:3d} %  {format_bytes(done)} of {format_bytes(total)}"
+                f" {100 * done // total:3d} %  {self._amount(done)} of {self._amount(total)}"
             )
         # Each line ends at its own start, so that whatever is printed next replaces it.
         self._stream.write("\r\x1b[K")
         self._console.print(line, end="\r", crop=True)
 
 
-def console_progress() -> ConsoleProgress:
+def console_progress(amount: Callable[[int], str] = format_bytes) -> ConsoleProgress:
     """The progress of a long job for the person at the terminal, on stderr."""
-    return ConsoleProgress(sys.stderr)
+    return ConsoleProgress(sys.stderr, amount=amount)
+
+
+def tokens(count: int) -> str:
+    """An amount of tokens."""
+    return f"{count:,} tokens"

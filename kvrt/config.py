@@ -82,6 +82,11 @@ class ModelConfig:
         return _build(Fields(data, str(path), _ALIASES), Fields(generation, str(generation_path)))
 
     @property
+    def has_constant_key_bias(self) -> bool:
+        """Whether every key holds the same bias, rotated; a norm behind it would change that."""
+        return self.qkv_bias and not self.qk_norm
+
+    @property
     def group_size(self) -> int:
         """Query heads per key/value head."""
         return self.num_heads // self.num_kv_heads

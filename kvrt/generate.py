@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .backends import Ops
     from .chat import Chat
     from .config import ModelConfig
-    from .kvstore import KVSpec, KVStore
+    from .kvstore import Geometry, KVSpec, KVStore
     from .models.decoder import Decoder
     from .tokenizer import Tokenizer
 
@@ -106,7 +106,7 @@ class Model:
         spec: KVSpec,
         max_context: int,
         weight_bytes: int,
-        new_store: Callable[[], KVStore],
+        new_store: Callable[[KVSpec], KVStore],
         sampling: SamplingParams,
     ) -> None:
         self.name = name
@@ -126,9 +126,9 @@ class Model:
             f"max_context={self.max_context})"
         )
 
-    def new_store(self) -> KVStore:
-        """An empty cache of this model's geometry, format and context limit."""
-        return self._new_store()
+    def new_store(self, spec: KVSpec | None = None) -> KVStore:
+        """An empty cache of this model's geometry and context limit; None is its own format."""
+        return self._new_store(spec or self.spec)
 
     def new_session(self) -> Session:
         """A session with an empty cache, for callers that feed tokens themselves."""
@@ -243,12 +243,14 @@ def load(
     kv: str = "f16",
     max_context: int | None = None,
     threads: int | None = None,
+    debug: bool = False,
 ) -> Model:
     """Load a model folder or a pulled model by name.
 
     `kv` names the cache format; `max_context` limits the cached tokens (default: the model's own
-    limit; memory is taken as the cache grows); `threads` defaults to all cores. Everything that can
-    be refused is refused before a weight is read. Raises ModelNotFoundError, UsageError or
+    limit; memory is taken as the cache grows); `threads` defaults to all cores; `debug` has the
+    cache refuse keys and values that are not finite. Everything that can be refused is refused
+    before a weight is read. Raises ModelNotFoundError, UsageError or
     UnsupportedError for a request that cannot be met, ConfigError, WeightError or TokenizerError
     for a broken folder.
     """
@@ -256,7 +258,7 @@ def load(
     from .backends import check_device, get_ops
     from .backends.memory import release_freed
     from .config import ModelConfig
-    from .kvstore import Geometry, KVSpec, KVStore, bits_per_element
+    from .kvstore import KVSpec
     from .models.decoder import Decoder
     from .models.families import expected_tensors, ignored_tensor
     from .recommended import recommended_sampling
@@ -273,25 +275,52 @@ def load(
             f"cache format {spec}: sink + window are {spec.sink + spec.window:,} tokens, "
             f"more than this model's context of {config.max_context:,}"
         )
-    geometry = Geometry(config.num_layers, config.num_kv_heads, config.head_dim)
-    bits_per_element(geometry, spec)  # refuses a format that cannot hold this geometry
+    spec.check(cache_geometry(config))
     sampling = recommended_sampling(folder)
     tokenizer = Tokenizer.from_dir(folder, config)
     release_freed()  # what parsing the vocabulary left behind
     weights = Weights.open(folder, expected_tensors(config), ignored_tensor)
     ops = get_ops(device, threads)  # last, since it may compile kernels
+    decoder = Decoder(config, weights, ops)
     return Model(
         name=path_or_name,
         config=config,
         tokenizer=tokenizer,
-        decoder=Decoder(config, weights, ops),
+        decoder=decoder,
         ops=ops,
         spec=spec,
         max_context=limit,
         weight_bytes=weights.nbytes,
-        new_store=lambda: KVStore(geometry, spec, ops, limit),
+        new_store=_store_maker(decoder, limit, debug),
         sampling=sampling,
     )
+
+
+def cache_geometry(config: ModelConfig) -> Geometry:
+    """What a cache must know of a model's shape."""
+    from .kvstore import Geometry
+
+    return Geometry(
+        config.num_layers, config.num_kv_heads, config.head_dim, config.has_constant_key_bias
+    )
+
+
+def _store_maker(decoder: Decoder, limit: int, debug: bool) -> Callable[[KVSpec], KVStore]:
+    """A function that makes empty caches for a decoder, in any format."""
+    from .kvstore import KVStore, Rotary
+
+    config = decoder.config
+    rope = config.rope
+    rotary = Rotary(rope.inverse_frequencies(config.head_dim), rope.attention_scaling())
+    biases = decoder.key_biases if config.has_constant_key_bias else None
+
+    def new_store(spec: KVSpec) -> KVStore:
+        return KVStore(
+            cache_geometry(config), spec, decoder.ops, limit,
+            rotary=rotary, key_bias=biases, debug=debug,
+        )  # fmt: skip
+
+    return new_store
 
 
 def _context_limit(asked: int | None, model_limit: int) -> int:

@@ -11,16 +11,24 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from ..backends.ops import Linear, Ops
 from ..config import ModelConfig
 from ..errors import CodecError, UsageError
+from .history import segments_of
 
 if TYPE_CHECKING:
     from ..kvstore import KVStore
+
+History = Literal["exact", "packed"]
+"""What queries of a prefill see of its own tokens: all of them exactly, or as `decode` would."""
+
+TokenIds = Sequence[int] | np.ndarray
+Progress = Callable[[int, int], None]
+Visit = Callable[[int, Any, Any, Any], None]
 
 CHUNK_TOKENS = 256
 """Projections and MLP run over so many tokens at a time, which bounds activations."""
@@ -61,6 +69,14 @@ class Decoder:
         self._head = Linear(head or self._embedding)
         self._step = _StepBuffers(config, ops)
 
+    @property
+    def key_biases(self) -> list[Any] | None:
+        """The bias of each layer's key projection (num_kv_heads, head_dim) f32; None without."""
+        if not self.config.qkv_bias:
+            return None
+        shape = (self.config.num_kv_heads, self.config.head_dim)
+        return [layer.k.bias.reshape(shape) for layer in self._layers]  # type: ignore[union-attr]
+
     def _vector(self, array: np.ndarray) -> Any:
         return self.ops.to_device(array.astype(np.float32))
 
@@ -99,63 +115,146 @@ class Decoder:
         to_device = self.ops.to_device
         return to_device(cos.astype(np.float32)), to_device(sin.astype(np.float32))
 
-    def _check(self, token_ids: np.ndarray, store: KVStore) -> None:
-        config, cache = self.config, store.geometry
-        shape = (config.num_layers, config.num_kv_heads, config.head_dim)
-        if (cache.num_layers, cache.num_kv_heads, cache.head_dim) != shape:
-            raise CodecError(f"the store is for {cache}, the model has {shape}")
-        if not len(token_ids):
+    def _checked(self, token_ids: TokenIds, store: KVStore | None) -> np.ndarray:
+        """The tokens as an array (n,) i64, refused if they or the store do not fit the model."""
+        config, ids = self.config, np.asarray(token_ids, np.int64)  # (n,)
+        if store is not None:
+            cache, shape = store.geometry, (config.num_layers, config.num_kv_heads, config.head_dim)
+            if (cache.num_layers, cache.num_kv_heads, cache.head_dim) != shape:
+                raise CodecError(f"the store is for {cache}, the model has {shape}")
+        if not len(ids):
             raise UsageError("no tokens to decode, expected at least one")
-        low, high = int(token_ids.min()), int(token_ids.max())
-        if low < 0 or high >= self.config.vocab_size:
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= config.vocab_size:
             bad = low if low < 0 else high
             raise UsageError(
-                f"token id {bad} is outside the vocabulary of {self.config.vocab_size} tokens"
+                f"token id {bad} is outside the vocabulary of {config.vocab_size} tokens"
             )
+        return ids
 
-    def _logits(self, x: Any) -> np.ndarray:
-        """Logits (n, vocab_size) f32 of residual rows x (n, hidden_size), which is normalised."""
-        self.ops.rmsnorm(x, self._norm, self.config.norm_eps, x)
-        out = self.ops.empty((len(x), self.config.vocab_size))
-        self.ops.linear(x, (self._head,), (out,))
+    def logits(self, hidden: Any) -> np.ndarray:
+        """Logits (n, vocab_size) f32 of rows (n, hidden_size) that `hidden` or `trace` gave."""
+        with self._lock:
+            return self._logits(hidden)
+
+    def _logits(self, hidden: Any) -> np.ndarray:
+        out = self.ops.empty((len(hidden), self.config.vocab_size))
+        self.ops.linear(hidden, (self._head,), (out,))
         return self.ops.to_host(out)
 
     # Many tokens
 
     def prefill(
         self,
-        token_ids: Sequence[int],
+        token_ids: TokenIds,
         store: KVStore,
         *,
         all_logits: bool = False,
-        progress: Callable[[int, int], None] | None = None,
+        history: History = "exact",
+        progress: Progress | None = None,
     ) -> np.ndarray:
         """Append tokens to the store; give the logits after the last of them.
 
-        Returns (vocab_size,) f32, or (n, vocab_size) f32 with `all_logits`. `progress(done,
-        total)` is called after each layer. Raises ContextFullError, before any work, where the
-        tokens do not fit. On any exception the store is as it was before.
+        Returns (vocab_size,) f32, or (n, vocab_size) f32 with `all_logits`. With a packed history
+        each token sees the ones before it as `decode` would have: for measuring a format's
+        quality. `progress(done, total)` is called after each layer. Raises ContextFullError,
+        before any work, where the tokens do not fit. On any exception the store is as it was.
         """
-        ids = np.asarray(token_ids, np.int64)  # (n,)
-        self._check(ids, store)
-        start, total = len(store), len(store) + len(ids)
+        ids = self._checked(token_ids, store)
         with self._lock, store.extending(len(ids)):
-            x = self.ops.embed(self._embedding, ids)  # (n, hidden_size) f32
-            config = self.config
-            shape = (total, config.num_kv_heads, config.head_dim)
-            keys, values = self.ops.empty(shape), self.ops.empty(shape)
-            q = self.ops.empty((len(ids), config.num_heads, config.head_dim))
-            rotation = self._rotation(start, len(ids))
-            for index, layer in enumerate(self._layers):
-                if start:
-                    store.read(index, keys[:start], values[:start])
-                self._project(x, layer, q, keys[start:], values[start:], rotation)
-                self.ops.attend_causal(q, keys, values, self._scale, layer.window)
-                self._finish(x, layer, q)
-                store.extend(index, keys[start:], values[start:])
-                if progress is not None:
-                    progress(index + 1, config.num_layers)
-            return self._logits(x) if all_logits else self._logits(x[-1:])[0]
+            rows = self._fill(ids, store, history, progress)
+            return self._logits(rows) if all_logits else self._logits(rows[-1:])[0]
+
+    def hidden(
+        self,
+        token_ids: TokenIds,
+        store: KVStore,
+        *,
+        history: History = "exact",
+        progress: Progress | None = None,
+    ) -> Any:
+        """Like `prefill`, but gives the rows (n, hidden_size) f32 that `logits` takes."""
+        ids = self._checked(token_ids, store)
+        with self._lock, store.extending(len(ids)):
+            return self._fill(ids, store, history, progress)
+
+    def trace(
+        self,
+        token_ids: TokenIds,
+        visit: Visit | None = None,
+        *,
+        progress: Progress | None = None,
+    ) -> Any:
+        """An exact pass without a store: the rows (n, hidden_size) f32 that `logits` takes.
+
+        `visit(layer, q, k, v)` gets q (n, heads, head_dim) and k, v (n, kv_heads, head_dim), all
+        f32 and after RoPE, before the layer's attention. They are the decoder's own: to be read
+        during the call, not changed. The decoder cannot be used inside of it.
+        """
+
+        def attend(index: int, q: Any, keys: Any, values: Any) -> None:
+            if visit is not None:
+                visit(index, q, keys, values)
+            self._attend_causal(index, q, keys, values)
+
+        ids = self._checked(token_ids, None)
+        with self._lock:
+            return self._forward(ids, 0, attend, progress)
+
+    def _fill(
+        self, ids: np.ndarray, store: KVStore, history: History, progress: Progress | None
+    ) -> Any:
+        """Hidden rows (n, hidden_size) f32 of tokens that go into an extending store."""
+        start = len(store)
+        segments = segments_of(store.spec, start, start + len(ids))
+
+        def exact(index: int, q: Any, keys: Any, values: Any) -> None:
+            if start:
+                store.read(index, keys[:start], values[:start])
+            self._attend_causal(index, q, keys, values)
+            store.extend(index, keys[start:], values[start:])
+
+        def packed(index: int, q: Any, keys: Any, values: Any) -> None:
+            if start:
+                store.read(index, keys[:start], values[:start])
+            store.extend(index, keys[start:], values[start:])
+            store.read_exact(index, keys[start:], values[start:], start)
+            for segment in segments:
+                for page, rows in segment.new_pages:
+                    store.read_page(index, page, keys[rows], values[rows])
+                end = segment.end
+                queries = q[segment.first - start : end - start]
+                self._attend_causal(index, queries, keys[:end], values[:end])
+
+        attend = {"exact": exact, "packed": packed}[history]
+        return self._forward(ids, start, attend, progress)
+
+    def _attend_causal(self, index: int, q: Any, keys: Any, values: Any) -> None:
+        self.ops.attend_causal(q, keys, values, self._scale, self._layers[index].window)
+
+    def _forward(
+        self, ids: np.ndarray, start: int, attend: Visit, progress: Progress | None
+    ) -> Any:
+        """All layers over tokens at positions start, start + 1, ...; the final norm's rows.
+
+        `attend(layer, q, keys, values)` gets q (n, heads, head_dim) and keys, values (start + n,
+        kv_heads, head_dim) f32, whose first `start` rows are undefined; it leaves the attention
+        in q.
+        """
+        ops, config = self.ops, self.config
+        x = ops.embed(self._embedding, ids)  # (n, hidden_size) f32
+        shape = (start + len(ids), config.num_kv_heads, config.head_dim)
+        keys, values = ops.empty(shape), ops.empty(shape)
+        q = ops.empty((len(ids), config.num_heads, config.head_dim))
+        rotation = self._rotation(start, len(ids))
+        for index, layer in enumerate(self._layers):
+            self._project(x, layer, q, keys[start:], values[start:], rotation)
+            attend(index, q, keys, values)
+            self._finish(x, layer, q)
+            if progress is not None:
+                progress(index + 1, config.num_layers)
+        ops.rmsnorm(x, self._norm, config.norm_eps, x)
+        return x
 
     def _chunks(self, count: int) -> list[slice]:
         return [slice(i, min(i + CHUNK_TOKENS, count)) for i in range(0, count, CHUNK_TOKENS)]
@@ -197,8 +296,7 @@ class Decoder:
 
         Raises ContextFullError where it does not fit. Interrupted, the store is as it was before.
         """
-        ids = np.array([token_id], np.int64)  # (1,)
-        self._check(ids, store)
+        ids = self._checked([token_id], store)  # (1,)
         store.check_room(1)
         with self._lock:
             ops, buffers, eps = self.ops, self._step, self.config.norm_eps
@@ -218,6 +316,7 @@ class Decoder:
                 ops.rmsnorm(x, layer.mlp_norm, eps, buffers.h)
                 ops.swiglu(buffers.h, layer.gate, layer.up, buffers.inner)
                 ops.linear_add(buffers.inner, layer.down, x)
+            ops.rmsnorm(x, self._norm, eps, x)
             logits = self._logits(x)[0]
             store.advance()
             return logits

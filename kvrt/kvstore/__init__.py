@@ -1,7 +1,8 @@
 """The cache: formats, pages and the store. It knows no model."""
 
 from .layout import Geometry, PageLayout
-from .spec import PRESETS, KVSpec
+from .rotary import Rotary
+from .spec import PRESETS, KVSpec, Side
 from .stats import StoreStats, bits_per_element, bytes_per_token, estimate, fixed_bytes
 from .store import KVStore
 
@@ -11,6 +12,8 @@ __all__ = [
     "KVSpec",
     "KVStore",
     "PageLayout",
+    "Rotary",
+    "Side",
     "StoreStats",
     "bits_per_element",
     "bytes_per_token",

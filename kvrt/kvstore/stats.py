@@ -1,9 +1,13 @@
 """The arithmetic of cache memory: what a store will hold, before it exists, and what it holds."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from ..backends.ops import PAGE_TOKENS
-from .layout import SETTINGS, Geometry, PageLayout
+from ..backends.view import LAYER_SETTINGS
+from .basis import needs_bases
+from .layout import Geometry, PageLayout
 from .spec import KVSpec
 
 TABLE_START = 16
@@ -15,7 +19,8 @@ class StoreStats:
     """Bytes that a store holds, by part.
 
     `bits_per_element` counts a sealed page with all its metadata; `bytes` counts everything.
-    `table_bytes` are those of the page table and of the kernels' settings.
+    `table_bytes` are those of the page table, of tables of angles and of the kernels' settings;
+    `codec_bytes` of scales measured once and of fitted tables.
     """
 
     tokens: int
@@ -24,11 +29,13 @@ class StoreStats:
     tail_bytes: int
     sink_bytes: int
     table_bytes: int
+    codec_bytes: int
     bits_per_element: float
 
     @property
     def bytes(self) -> int:
-        return self.page_bytes + self.tail_bytes + self.sink_bytes + self.table_bytes
+        parts = self.page_bytes + self.tail_bytes + self.sink_bytes
+        return parts + self.table_bytes + self.codec_bytes
 
 
 def sealed_pages(spec: KVSpec, tokens: int) -> int:
@@ -46,26 +53,58 @@ def table_entries(pages: int) -> int:
     return max(TABLE_START, 1 << (pages - 1).bit_length() if pages else 0)
 
 
+def base_entries(spec: KVSpec, pages: int) -> int:
+    """Entries of the table of angles: blocks of the sinks, pages of the table, blocks of the tail."""
+    return -(-spec.sink // PAGE_TOKENS) + table_entries(pages) + tail_rows(spec) // PAGE_TOKENS
+
+
+def layouts(geometry: Geometry, spec: KVSpec) -> list[PageLayout]:
+    """The layout of each layer."""
+    return [PageLayout.of(geometry, spec, layer) for layer in range(geometry.num_layers)]
+
+
 def slab_bytes(geometry: Geometry, spec: KVSpec) -> int:
     """Bytes of one page of all layers."""
-    return geometry.num_layers * PageLayout.of(geometry, spec).page_bytes
+    return sum(layout.page_bytes for layout in layouts(geometry, spec))
+
+
+def codec_floats(layout: PageLayout) -> list[tuple[int, int]]:
+    """f32 numbers that K and V of a layer need beside pages: (measured, fitted)."""
+    heads, dim = layout.num_kv_heads, layout.head_dim
+    return [
+        (codec.state_floats(heads, dim), codec.table_floats(bool(is_value), heads, dim))
+        for is_value, codec in enumerate(layout.codecs)
+    ]
 
 
 def _exact_bytes(geometry: Geometry, spec: KVSpec, rows: int) -> int:
-    numbers = geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * rows
-    return numbers * (spec.k.exact_dtype.itemsize + spec.v.exact_dtype.itemsize)
+    numbers = geometry.num_kv_heads * geometry.head_dim * rows
+    return numbers * sum(
+        codec.exact_dtype.itemsize
+        for layout in layouts(geometry, spec)
+        for codec in layout.codecs
+    )
+
+
+def _angle_bytes(geometry: Geometry, spec: KVSpec, pages: int) -> int:
+    if not needs_bases(geometry, spec):
+        return 0
+    return (PAGE_TOKENS + base_entries(spec, pages)) * geometry.head_dim * 4
 
 
 def stats_for(geometry: Geometry, spec: KVSpec, tokens: int) -> StoreStats:
     """What a store of so many tokens holds."""
     pages = sealed_pages(spec, tokens)
+    settings = geometry.num_layers * LAYER_SETTINGS * 8
+    floats = [codec_floats(layout) for layout in layouts(geometry, spec)]
     return StoreStats(
         tokens=tokens,
         sealed_tokens=pages * PAGE_TOKENS,
         page_bytes=pages * slab_bytes(geometry, spec),
         tail_bytes=_exact_bytes(geometry, spec, tail_rows(spec)),
         sink_bytes=_exact_bytes(geometry, spec, spec.sink),
-        table_bytes=(table_entries(pages) + SETTINGS) * 8,
+        table_bytes=table_entries(pages) * 8 + settings + _angle_bytes(geometry, spec, pages),
+        codec_bytes=4 * sum(sum(sum(pair) for pair in layer) for layer in floats),
         bits_per_element=bits_per_element(geometry, spec),
     )
 
@@ -76,7 +115,7 @@ def estimate(geometry: Geometry, spec: KVSpec, tokens: int) -> int:
 
 
 def fixed_bytes(geometry: Geometry, spec: KVSpec) -> int:
-    """Bytes of an empty store: sinks, tail and page table."""
+    """Bytes of an empty store: sinks, tail and tables."""
     return estimate(geometry, spec, 0)
 
 
@@ -86,5 +125,6 @@ def bytes_per_token(geometry: Geometry, spec: KVSpec) -> float:
 
 
 def bits_per_element(geometry: Geometry, spec: KVSpec) -> float:
-    """Bits of each cached number in a sealed page, metadata included."""
-    return PageLayout.of(geometry, spec).bits_per_element
+    """Bits of each cached number in a sealed page, metadata included, over all layers."""
+    elements = 2 * PAGE_TOKENS * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim
+    return slab_bytes(geometry, spec) * 8 / elements

@@ -6,89 +6,92 @@ page, once. What is packed therefore depends only on the number of tokens, never
 were split.
 """
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ..backends.ops import PAGE_TOKENS, Ops
 from ..backends.view import Extent, PageView
-from ..errors import CodecError, ContextFullError
-from .layout import Geometry, PageLayout
+from ..errors import CodecError, ContextFullError, UnsupportedError
+from .basis import Basis
+from .layers import FittedTables, Layers
+from .layout import Geometry
+from .rotary import Rotary
 from .spec import KVSpec
-from .stats import StoreStats, bits_per_element, sealed_pages, table_entries, tail_rows
+from .stats import StoreStats, base_entries, bits_per_element, sealed_pages, table_entries, tail_rows
+
+
+@dataclass(frozen=True)
+class _State:
+    """What changes, in one object, so that an interrupt finds the store before or after a change.
+
+    `slabs` is memory of whole pages, each (bytes of all layers,) u8; a sealed slab is never
+    written again, so forks share it. `table` holds their addresses, `bases` the angles where blocks
+    begin. `origin` is the ring slot of the first position behind the sinks. While the ring is
+    written over what it held, `journal` is a copy of it.
+    """
+
+    length: int
+    slabs: tuple[Any, ...]
+    table: Any  # (entries,) i64
+    bases: Any | None  # (blocks, 2, head_dim / 2) f32
+    origin: int = 0
+    journal: list[Any] | None = None
 
 
 class KVStore:
     """Keys and values of one sequence, in the format of a `KVSpec`.
 
     A decode step is `append` and attention on `view` layer by layer, then `advance()`. Many
-    tokens at once are `extend`: layer by layer, all tokens of a layer, inside one context.
+    tokens at once are `extend`: layer by layer, all tokens of a layer, inside one context. Keys go
+    in as the model computes them, after RoPE at their positions, and `read` gives them back so.
     """
 
-    def __init__(self, geometry: Geometry, spec: KVSpec, ops: Ops, max_tokens: int):
-        """Allocate sinks, tail and page table; pages come as they are needed.
+    def __init__(
+        self,
+        geometry: Geometry,
+        spec: KVSpec,
+        ops: Ops,
+        max_tokens: int,
+        *,
+        rotary: Rotary | None = None,
+        key_bias: Sequence[Any] | None = None,
+        tables: FittedTables | None = None,
+        debug: bool = False,
+    ):
+        """Allocate sinks, tail and tables; pages come as they are needed.
 
-        Raises CodecError where the format does not fit the geometry.
+        `rotary` is needed where keys are not kept as they come (pre, page, a bias); `key_bias` has
+        an array (num_kv_heads, head_dim) f32 for each layer; `tables` come from a calibration.
+        `debug` refuses keys and values that are not finite. Raises UnsupportedError where the
+        format does not fit the geometry, CodecError where something that it needs is missing.
         """
         if max_tokens < 1:
             raise CodecError(f"a store must hold at least one token, got max_tokens={max_tokens}")
+        spec.check(geometry)
         self.geometry = geometry
         self.spec = spec
         self.ops = ops
         self.max_tokens = max_tokens
-        self.layout = PageLayout.of(geometry, spec)
-        # The length, and while the ring is written over what it held: one object, so that an
-        # interrupt finds the store either before a change or after it. See `_recover`.
-        self._state: tuple[int, list[Any] | None] = (0, None)
-        self._extending: int | None = None  # tokens that are being added
-        self._pages = self._make_pages([])
-        layers, heads, dim = geometry.num_layers, geometry.num_kv_heads, geometry.head_dim
-        self._sinks = [
-            ops.empty((layers, heads, spec.sink, dim), codec.exact_dtype)
-            for codec in (spec.k, spec.v)
-        ]
+        self._debug = debug
+        self._extras = {"rotary": rotary, "key_bias": key_bias, "tables": tables, "debug": debug}
+        self._basis = Basis(geometry, spec, ops, rotary, key_bias)
+        self._layers = Layers(geometry, spec, ops, self._basis, tables)
         self._rows = tail_rows(spec)
-        self._tail = [
-            ops.empty((layers, heads, self._rows, dim), codec.exact_dtype)
-            for codec in (spec.k, spec.v)
-        ]
+        self._extending: int | None = None  # tokens that are being added
+        self._state = _State(0, (), *self._make_tables(()))
         self._extent = Extent()
         self._set_extent(0)
-        self._settings = ops.to_device(self.layout.settings)
-        self._views = [self._make_view(layer) for layer in range(layers)]
-
-    def _make_view(self, layer: int) -> PageView:
-        def at(parts: list[Any], side: int) -> int:
-            return self.ops.address(parts[side][layer])
-
-        settings = self.layout.settings
-        return PageView(
-            extent=self._extent,
-            kernels=self.spec.k.kernels,
-            num_kv_heads=self.layout.num_kv_heads,
-            head_dim=self.layout.head_dim,
-            key_kind=int(settings[4]),
-            value_kind=int(settings[8]),
-            sink_rows=self.spec.sink,
-            tail_rows=self._rows,
-            layer_offset=layer * self.layout.page_bytes,
-            run_bytes=self.layout.run_bytes,
-            settings_address=self.ops.address(self._settings),
-            sink_keys_address=at(self._sinks, 0),
-            sink_values_address=at(self._sinks, 1),
-            tail_keys_address=at(self._tail, 0),
-            tail_values_address=at(self._tail, 1),
-        )
+        self._views = self._layers.views(self._extent)
 
     def __len__(self) -> int:
         """Tokens cached."""
-        return self._state[0]
-
-    @property
-    def _length(self) -> int:
-        return self._state[0]
+        return self._state.length
 
     def view(self, layer: int) -> PageView:
         """One layer for the kernels. It follows the store: valid for the store's whole life."""
@@ -97,9 +100,9 @@ class KVStore:
     def check_room(self, tokens: int) -> None:
         """Raise ContextFullError unless so many more tokens fit."""
         self._recover()
-        if self._length + tokens > self.max_tokens:
+        if len(self) + tokens > self.max_tokens:
             raise ContextFullError(
-                f"context full: {self._length} tokens cached and {tokens} more asked for, "
+                f"context full: {len(self)} tokens cached and {tokens} more asked for, "
                 f"the limit is {self.max_tokens}"
             )
 
@@ -110,21 +113,21 @@ class KVStore:
 
         The token counts as cached only after `advance`; until then it may be written again.
         """
-        self._check_shapes(k, v, 1)
+        self._check(layer, k, v, 1)
         self.check_room(1)
-        self._write(layer, self._length, k, v)
-        self._set_extent(self._length + 1, sealed_pages(self.spec, self._length))
+        self._write(layer, len(self), *self._enter(layer, k, v, len(self)))
+        self._set_extent(len(self) + 1, sealed_pages(self.spec, len(self)))
 
     def advance(self) -> None:
         """Count the appended token, and seal a page of every layer when one is due."""
-        length = self._length + 1
-        old, new = sealed_pages(self.spec, self._length), sealed_pages(self.spec, length)
+        length = len(self) + 1
+        old, new = sealed_pages(self.spec, len(self)), sealed_pages(self.spec, length)
         if new > old:
             self._reserve(new)
-            for view in self._views:
-                self.ops.seal(view, old, new - old, None, length)
+            for layer in range(self.geometry.num_layers):
+                self._seal(layer, old, new, None, length)
         # Last, so that an interrupted step can be done again.
-        self._state = (length, None)
+        self._state = replace(self._state, length=length)
         self._set_extent(length)
 
     # Many tokens, layer by layer
@@ -137,15 +140,16 @@ class KVStore:
         ContextFullError before any work where they do not fit.
         """
         self.check_room(tokens)
-        old = self._length
+        old = len(self)
         try:
             # An empty store has nothing to lose.
-            self._state = (old, [part.copy() for part in self._tail] if old else [])
+            journal = [part.copy() for part in self._layers.tail_arrays] if old else []
+            self._state = replace(self._state, journal=journal)
             self._extending = tokens
             self._reserve(sealed_pages(self.spec, old + tokens))
             yield
             self._set_extent(old + tokens)
-            self._state = (old + tokens, None)
+            self._state = replace(self._state, length=old + tokens, journal=None)
             self._extending = None
         except BaseException:
             self._recover()
@@ -153,13 +157,13 @@ class KVStore:
 
     def _recover(self) -> None:
         """Undo a change that was interrupted. Interrupted itself, it is done again later."""
-        length, saved = self._state
+        saved = self._state.journal
         if saved is not None:
-            for copy, part in zip(saved, self._tail):
+            for copy, part in zip(saved, self._layers.tail_arrays):
                 part[...] = copy
             self._extending = None
-            self._release(sealed_pages(self.spec, length))
-            self._state = (length, None)
+            self._release(sealed_pages(self.spec, len(self)))
+            self._state = replace(self._state, journal=None)
 
     def extend(self, layer: int, k: Any, v: Any) -> None:
         """Put a layer's new tokens k, v (n, num_kv_heads, head_dim) f32 into the store.
@@ -168,12 +172,13 @@ class KVStore:
         """
         if self._extending is None:
             raise CodecError("extend() adds tokens inside `with store.extending(n):` only")
-        self._check_shapes(k, v, self._extending)
-        start, end = self._length, self._length + len(k)
+        self._check(layer, k, v, self._extending)
+        start, end = len(self), len(self) + len(k)
+        k, v = self._enter(layer, k, v, start)
         old, new = sealed_pages(self.spec, start), sealed_pages(self.spec, end)
         if new > old:
             # Before the tail is overwritten: the first of these pages may begin in it.
-            self.ops.seal(self._views[layer], old, new - old, (k, v), start)
+            self._seal(layer, old, new, (k, v), start)
         sinks = min(max(self.spec.sink - start, 0), len(k))
         if sinks:
             self._write(layer, start, k[:sinks], v[:sinks])
@@ -181,41 +186,93 @@ class KVStore:
         if first < end:
             self._write(layer, first, k[first - start :], v[first - start :])
 
-    def _check_shapes(self, k: Any, v: Any, tokens: int) -> None:
+    def _check(self, layer: int, k: Any, v: Any, tokens: int) -> None:
         shape = (tokens, self.geometry.num_kv_heads, self.geometry.head_dim)
         if k.shape != shape or v.shape != shape:
             raise CodecError(f"got k {k.shape} and v {v.shape} for a store that expects {shape}")
+        if self._debug:
+            for name, rows in (("keys", k), ("values", v)):
+                if not np.isfinite(self.ops.to_host(rows)).all():
+                    raise CodecError(f"layer {layer}: the {name} hold infinities or NaN")
+
+    def _enter(self, layer: int, k: Any, v: Any, position: int) -> tuple[Any, Any]:
+        enter = self._basis.enter
+        return enter(layer, False, k, position), enter(layer, True, v, position)
+
+    def _seal(
+        self, layer: int, old: int, new: int, fresh: tuple[Any, Any] | None, fresh_start: int
+    ) -> None:
+        """Seal the pages old ... new - 1 of a layer, from its tail and from fresh tokens."""
+        # What the codecs measure on the first page they keep for good.
+        measure = old == 0
+        self.ops.seal(
+            self._views[layer], old, new - old, fresh, fresh_start,
+            self.spec.sink, self._state.origin, measure,
+        )  # fmt: skip
+
+    def _slot(self, position: int) -> int:
+        return (position - self.spec.sink + self._state.origin) % self._rows
 
     def _write(self, layer: int, position: int, k: Any, v: Any) -> None:
         """Store tokens, all of them sinks or all of them in the tail, from a position on."""
-        view, sink = self._views[layer], self.spec.sink
-        if position < sink:
-            self.ops.append(view, k, v, position, sink=True)
+        if position < self.spec.sink:
+            self.ops.append(self._views[layer], k, v, position, sink=True)
         else:
-            self.ops.append(view, k, v, (position - sink) % self._rows)
+            self.ops.append(self._views[layer], k, v, self._slot(position))
 
-    # Reading back, and forgetting
+    # Reading back
 
     def read(self, layer: int, keys: Any, values: Any) -> None:
         """Decode a layer's tokens into keys, values (len(store), num_kv_heads, head_dim) f32."""
         if self._extending is None:
             self._recover()
-        end = self._length
-        self._check_shapes(keys, values, end)
+        end = len(self)
+        self._check(layer, keys, values, end)
+        if not end:
+            return
         self._set_extent(end)
-        view, sink, pages = self._views[layer], self.spec.sink, self._extent.pages
+        for is_value, rows in enumerate((keys, values)):
+            self._gather(layer, bool(is_value), rows, end)
+            self._basis.leave(layer, bool(is_value), rows, 0)
+
+    def _gather(self, layer: int, is_value: bool, rows: Any, end: int) -> None:
+        """All tokens of one side, in the store's basis."""
+        view, sink = self._views[layer], self.spec.sink
+        pages = sealed_pages(self.spec, end)
         sinks, sealed = min(sink, end), sink + pages * PAGE_TOKENS
         if sinks:
-            self.ops.recall(view.sink_keys_address, view.key_kind, sink, 0, keys[:sinks])
-            self.ops.recall(view.sink_values_address, view.value_kind, sink, 0, values[:sinks])
+            self.ops.recall(view, is_value, 0, rows[:sinks], sink=True)
         if pages:
-            self.ops.gather(view, 0, pages, keys[sink:sealed], values[sink:sealed])
+            self.ops.gather(view, is_value, 0, pages, rows[sink:sealed])
         if end > sealed:
-            slot = (sealed - sink) % self._rows
-            address, rows = view.tail_keys_address, self._rows
-            self.ops.recall(address, view.key_kind, rows, slot, keys[sealed:])
-            address = view.tail_values_address
-            self.ops.recall(address, view.value_kind, rows, slot, values[sealed:])
+            self.ops.recall(view, is_value, self._slot(sealed), rows[sealed:])
+
+    def read_page(self, layer: int, page: int, keys: Any, values: Any) -> None:
+        """Decode one sealed page into keys, values (64, num_kv_heads, head_dim) f32.
+
+        Inside `extending` also pages that were sealed there. Raises CodecError for any other.
+        """
+        if not 0 <= page < len(self._state.slabs):
+            raise CodecError(f"there is no sealed page {page}, there are {len(self._state.slabs)}")
+        for is_value, rows in enumerate((keys, values)):
+            self.ops.gather(self._views[layer], bool(is_value), page, 1, rows)
+            self._basis.leave(
+                layer, bool(is_value), rows, self.spec.sink + page * PAGE_TOKENS
+            )
+
+    def read_exact(self, layer: int, keys: Any, values: Any, position: int) -> None:
+        """Round keys, values (n, num_kv_heads, head_dim) f32 of positions position, ... in place.
+
+        They become what they are as long as sinks or tail hold them.
+        """
+        for is_value, rows in enumerate((keys, values)):
+            side = self.spec.sides(layer)[is_value]
+            inside = self._basis.enter(layer, bool(is_value), rows, position)
+            self.ops.round_rows(inside, side.codec.exact_dtype)
+            self._basis.leave(layer, bool(is_value), inside, position)
+            rows[...] = inside
+
+    # Forgetting, moving and copying
 
     def truncate(self, tokens: int) -> None:
         """Keep the first `tokens` tokens.
@@ -224,15 +281,16 @@ class KVStore:
         rounding of the format. Raises CodecError where the store does not hold so many.
         """
         self._recover()
-        if not 0 <= tokens <= self._length:
-            raise CodecError(f"cannot truncate to {tokens} tokens, the store holds {self._length}")
-        pages, old_pages = (sealed_pages(self.spec, n) for n in (tokens, self._length))
+        if not 0 <= tokens <= len(self):
+            raise CodecError(f"cannot truncate to {tokens} tokens, the store holds {len(self)}")
+        pages, old_pages = (sealed_pages(self.spec, n) for n in (tokens, len(self)))
         if pages < old_pages:
-            self._set_extent(self._length)
+            self._set_extent(len(self))
             sealed = self.spec.sink + old_pages * PAGE_TOKENS
-            self._state = (self._length, [part.copy() for part in self._tail])
+            journal = [part.copy() for part in self._layers.tail_arrays]
+            self._state = replace(self._state, journal=journal)
             self._unseal(pages, min(tokens, sealed))
-        self._state = (tokens, None)
+        self._state = replace(self._state, length=tokens, journal=None)
         self._release(pages)
 
     def _unseal(self, pages: int, end: int) -> None:
@@ -243,58 +301,104 @@ class KVStore:
             return
         whole = -(-count // PAGE_TOKENS)
         shape = (whole * PAGE_TOKENS, self.geometry.num_kv_heads, self.geometry.head_dim)
-        keys, values = self.ops.empty(shape), self.ops.empty(shape)  # (n, kv_heads, head_dim) f32
+        sides = [self.ops.empty(shape), self.ops.empty(shape)]  # (n, kv_heads, head_dim) f32
         for layer, view in enumerate(self._views):
-            self.ops.gather(view, pages, whole, keys, values)
-            self._write(layer, start, keys[:count], values[:count])
+            for is_value, rows in enumerate(sides):
+                self.ops.gather(view, bool(is_value), pages, whole, rows)
+            self._write(layer, start, *(rows[:count] for rows in sides))
 
     def clear(self) -> None:
         """Forget everything."""
         self.truncate(0)
 
+    def shift(self, tokens: int) -> None:
+        """Drop the oldest `tokens` tokens behind the sinks; all later ones move up by as many.
+
+        No code is touched: keys that are kept before RoPE, or rotated inside their page alone, move
+        exactly. Raises UnsupportedError for a format that keeps keys after RoPE, CodecError unless
+        `tokens` is a multiple of 64 that the sealed pages hold.
+        """
+        self._recover()
+        if not self.spec.shifts:
+            raise UnsupportedError(
+                f"cache format {self.spec} keeps keys after RoPE, so they cannot move; "
+                "k=...:page and k=...:pre can"
+            )
+        pages = sealed_pages(self.spec, len(self))
+        if tokens % PAGE_TOKENS or not 0 <= tokens <= pages * PAGE_TOKENS:
+            raise CodecError(
+                f"cannot shift by {tokens} tokens, expected a multiple of {PAGE_TOKENS} "
+                f"up to {pages * PAGE_TOKENS}, which are sealed"
+            )
+        state = self._state
+        slabs = state.slabs[tokens // PAGE_TOKENS :]
+        table, bases = self._make_tables(slabs)
+        origin = (state.origin + tokens) % self._rows
+        self._state = _State(state.length - tokens, slabs, table, bases, origin)
+        self._set_extent(len(self))
+
+    def fork(self) -> KVStore:
+        """A store that holds the same tokens and goes its own way. Sealed pages are shared."""
+        self._recover()
+        other = KVStore(self.geometry, self.spec, self.ops, self.max_tokens, **self._extras)
+        other._layers.copy_from(self._layers)
+        state = self._state
+        other._state = replace(state, table=state.table.copy())
+        other._set_extent(len(other))
+        return other
+
     # Memory
 
-    def _make_pages(self, slabs: list[Any]) -> tuple[list[Any], Any]:
-        """Memory of whole pages, each (num_layers * page_bytes,) u8, and their table of addresses.
-
-        The two belong together: they are replaced in one assignment, never changed.
-        """
+    def _make_tables(self, slabs: Sequence[Any]) -> tuple[Any, Any | None]:
+        """The table of the slabs' addresses and that of the angles where blocks begin."""
         addresses = np.zeros(table_entries(len(slabs)), np.int64)  # (entries,)
         addresses[: len(slabs)] = [self.ops.address(slab) for slab in slabs]
-        return slabs, self.ops.to_device(addresses)
+        bases = self._basis.bases(base_entries(self.spec, len(slabs)))
+        return self.ops.to_device(addresses), bases
+
+    def _hold(self, slabs: Sequence[Any]) -> None:
+        """Have exactly these pages."""
+        table, bases = self._make_tables(slabs)
+        self._state = replace(self._state, slabs=tuple(slabs), table=table, bases=bases)
 
     def _reserve(self, pages: int) -> None:
         """Have memory for so many pages of every layer."""
-        slabs = list(self._pages[0])
+        slabs = list(self._state.slabs)
         if len(slabs) < pages:
-            size = self.geometry.num_layers * self.layout.page_bytes
             while len(slabs) < pages:
-                slabs.append(self.ops.empty((size,), np.uint8))
-            self._pages = self._make_pages(slabs)
-        self._extent.table_address = self.ops.address(self._pages[1])
+                slabs.append(self.ops.empty((self._layers.slab_bytes,), np.uint8))
+            self._hold(slabs)
+        self._extent.table_address = self.ops.address(self._state.table)
 
     def _release(self, pages: int) -> None:
         """Free all but the first `pages` pages; say where the tokens are now."""
-        if len(self._pages[0]) > pages:
-            self._pages = self._make_pages(self._pages[0][:pages])
-        self._set_extent(self._length)
+        if len(self._state.slabs) > pages:
+            self._hold(self._state.slabs[:pages])
+        self._set_extent(len(self))
 
     def _set_extent(self, tokens: int, pages: int | None = None) -> None:
         """Tell the kernels where so many tokens are, `pages` of them sealed."""
         pages = sealed_pages(self.spec, tokens) if pages is None else pages
-        self._extent.table_address = self.ops.address(self._pages[1])
-        self._extent.sinks = min(tokens, self.spec.sink)
-        self._extent.pages = pages
-        self._extent.tail_tokens = tokens - self._extent.sinks - pages * PAGE_TOKENS
+        extent, state = self._extent, self._state
+        extent.table_address = self.ops.address(state.table)
+        extent.bases_address = 0 if state.bases is None else self.ops.address(state.bases)
+        extent.sinks = min(tokens, self.spec.sink)
+        extent.pages = pages
+        extent.tail_slot = (pages * PAGE_TOKENS + state.origin) % self._rows
+        extent.tail_tokens = tokens - extent.sinks - pages * PAGE_TOKENS
 
     def stats(self) -> StoreStats:
-        """Bytes held now, summed over the arrays."""
+        """Bytes held now, summed over the arrays. Pages that forks share count in each."""
+        state = self._state
+        angles = [part for part in (state.bases, self._basis.turns) if part is not None]
+        tables = [state.table, self._layers.settings, *angles]
         return StoreStats(
-            tokens=self._length,
-            sealed_tokens=sealed_pages(self.spec, self._length) * PAGE_TOKENS,
-            page_bytes=sum(slab.nbytes for slab in self._pages[0]),
-            tail_bytes=sum(part.nbytes for part in self._tail),
-            sink_bytes=sum(part.nbytes for part in self._sinks),
-            table_bytes=self._pages[1].nbytes + self._settings.nbytes,
+            tokens=len(self),
+            sealed_tokens=sealed_pages(self.spec, len(self)) * PAGE_TOKENS,
+            page_bytes=sum(slab.nbytes for slab in state.slabs),
+            tail_bytes=sum(part.nbytes for part in self._layers.tail_arrays),
+            sink_bytes=sum(part.nbytes for part in self._layers.sink_arrays),
+            table_bytes=sum(part.nbytes for part in tables),
+            codec_bytes=sum(part.nbytes for part in self._layers.codec_arrays),
             bits_per_element=bits_per_element(self.geometry, self.spec),
         )

@@ -142,7 +142,7 @@ def fake_model(
         "tokenizer": FakeTokenizer(template=template),
         "decoder": FakeDecoder(script),
         "ops": SimpleNamespace(name="cpu", device_name="fake", threads=1),
-        "new_store": lambda: FakeStore(max_context),
+        "new_store": lambda spec: FakeStore(max_context),
         "sampling": sampling or SamplingParams(),
     }
     return Model(name="fake", spec="f16", max_context=max_context, weight_bytes=0, **fakes)

@@ -89,16 +89,29 @@ def read(store: KVStore) -> Tokens:
 
 
 def contents(store: KVStore) -> dict[str, bytes]:
-    """The bytes that hold tokens: pages, sinks and tail in order of position, and the counts."""
-    extent, host = store.view(0).extent, store.ops.to_host
-    rows, first = store._rows, extent.pages * 64
-    slots = [(first + i) % rows for i in range(extent.tail_tokens)]
+    """The bytes that hold tokens: pages, sinks and tail in order of position, scales, counts."""
+    extent, host, layers = store.view(0).extent, store.ops.to_host, store._layers
+    slots = [(extent.tail_slot + i) % store._rows for i in range(extent.tail_tokens)]
     out = {"counts": repr((len(store), extent.sinks, extent.pages, extent.tail_tokens)).encode()}
-    out["pages"] = b"".join(host(slab).tobytes() for slab in store._pages[0])
-    for side, sinks, tail in zip("kv", store._sinks, store._tail, strict=True):
-        out[f"{side} sinks"] = host(sinks)[:, :, : extent.sinks].tobytes()
-        out[f"{side} tail"] = host(tail)[:, :, slots].tobytes()
+    out["pages"] = b"".join(page_bytes(store))
+    out["sinks"] = b"".join(host(a)[:, : extent.sinks].tobytes() for a in layers.sink_arrays)
+    out["tail"] = b"".join(host(a)[:, slots].tobytes() for a in layers.tail_arrays)
+    if extent.pages:
+        out["scales"] = b"".join(host(a).tobytes() for a in layers.state_arrays)
     return out
+
+
+def page_bytes(store: KVStore) -> list[bytes]:
+    """The bytes of each sealed page, all layers."""
+    return [store.ops.to_host(slab).tobytes() for slab in store._state.slabs]
+
+
+def arrays(store: KVStore) -> list[np.ndarray]:
+    """Every array that a store holds."""
+    layers, state, turns = store._layers, store._state, store._basis.turns
+    angles = [part for part in (state.bases, turns) if part is not None]
+    own = [*layers.sink_arrays, *layers.tail_arrays, *layers.codec_arrays, layers.settings]
+    return [*state.slabs, state.table, *angles, *own]
 
 
 def stored(array: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -1,0 +1,245 @@
+"""The written form of cache formats: splits a text into its parts and reads each.
+
+    SPEC     k=SIDE,v=SIDE[,sink=N][,window=N][,layers[A-B]=SPEC]..., or the name of a preset
+    SIDE     CODEC[:OPTION]..., the options in any order
+
+The rules of what goes together are not here but in `spec`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from ..errors import UnsupportedError, UsageError
+from .codecs import Block, Dense, Fp8, IntQ, Nuq, TileCodec
+
+Rope = Literal["post", "page", "pre"]
+Key = Literal["k", "v"]
+
+MAX_TOKENS = 1 << 20
+MAX_LAYERS = 4096
+
+INT_BITS = (2, 3, 4, 8)
+NUQ_BITS = (2, 3, 4)
+DENSE = ("f32", "f16", "bf16")
+FP8 = ("e4m3", "e5m2")
+BLOCKS = ("q8_0", "q4_0")
+CODEC_NAMES = (
+    *DENSE,
+    *FP8,
+    *BLOCKS,
+    *(f"int{bits}" for bits in INT_BITS),
+    *(f"nuq{bits}" for bits in NUQ_BITS),
+)
+CODEC_LIST = ", ".join((*DENSE, *FP8, *BLOCKS, "int2|3|4|8", "nuq2|3|4"))
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "axis": ("channel", "token"),
+    "group": ("g32", "g64", "g128"),
+    "mode": ("asym", "sym", "hybrid"),
+    "norm": ("norm",),
+    "outliers": ("1%",),
+    "qnorm": ("qnorm",),
+    "rope": ("post", "page", "pre"),
+    "had": ("had",),
+}
+"""The options by what they decide; of each line a side has one at most."""
+
+_INT = ("axis", "group", "mode", "norm", "rope", "had")
+_NUQ = ("outliers", "qnorm", "rope")
+_BLOCK = ("rope", "had")
+_DENSE = ("rope",)
+_DECIDES = {option: what for what, options in CHOICES.items() for option in options}
+_LAYERS = re.compile(r"layers\s*\[\s*([0-9]+)\s*(?:-\s*([0-9]+)\s*)?\]\s*=(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class SideFields:
+    """What a SIDE says."""
+
+    codec: TileCodec
+    rope: Rope
+    had: bool
+
+
+@dataclass(frozen=True)
+class SpecFields:
+    """What a SPEC says: a preset's name or two sides, counts where given, overrides."""
+
+    preset: str | None
+    k: str
+    v: str
+    counts: dict[str, int]
+    overrides: tuple[tuple[int, int, str], ...]
+
+
+def quoted(text: str, limit: int = 48) -> str:
+    """A text of unknown origin for a message: on one line, cut to `limit` characters."""
+    shown = repr(text[:limit])
+    return shown if len(text) <= limit and len(shown) <= limit + 2 else f"{shown[:limit]}...'"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`, did you mean X?`, or nothing where no known word is near."""
+    near = difflib.get_close_matches(word.lower(), list(known), n=1) if len(word) <= 24 else []
+    return f", did you mean {near[0]}?" if near else ""
+
+
+def read_side(text: str, key: Key) -> SideFields:
+    """Read a SIDE. Raises UsageError; UnsupportedError for what only the other side can have."""
+    where = f"cache format {quoted(f'{key}={text}')}"
+    name, *options = (part.strip() for part in text.split(":"))
+    kinds = _kinds(name, where)
+    given: dict[str, str] = {}
+    for option in options:
+        kind = _DECIDES.get(option)
+        # `had` is known to all codecs here: `spec` says why some cannot have it.
+        if kind is None or kind not in (*kinds, "had"):
+            raise UsageError(f"{where}: {_not_an_option(option, name, kinds)}")
+        if given.get(kind) == option:
+            raise UsageError(f"{where}: {option} is given twice")
+        if kind in given:
+            raise UsageError(f"{where}: {given[kind]} and {option} exclude each other")
+        if kind == "rope" and key == "v":
+            raise UnsupportedError(f"{where}: {option} is for keys; values do not go through RoPE")
+        given[kind] = option
+    rope = cast(Rope, given.get("rope", "post"))
+    return SideFields(_codec(name, given, where), rope, "had" in given)
+
+
+def _kinds(name: str, where: str) -> tuple[str, ...]:
+    """What can be decided of the codec of this name."""
+    if name in DENSE:
+        return _DENSE
+    if name in BLOCKS or name in FP8:
+        return _BLOCK
+    if name in CODEC_NAMES:
+        return _INT if name.startswith("int") else _NUQ
+    match = re.fullmatch(r"(int|nuq)([0-9]*)", name)
+    if match:
+        works = INT_BITS if match[1] == "int" else NUQ_BITS
+        names = ", ".join(f"{match[1]}{bits}" for bits in works)
+        raise UsageError(f"{where}: there is no {name[:12]}, expected one of {names}")
+    raise UsageError(
+        f"{where}: unknown codec {quoted(name, 24)}{did_you_mean(name, CODEC_NAMES)} "
+        f"(expected one of {CODEC_LIST})"
+    )
+
+
+def _not_an_option(option: str, name: str, kinds: Sequence[str]) -> str:
+    takes = ", ".join("|".join(CHOICES[kind]) for kind in kinds)
+    if re.fullmatch(r"g[0-9]+", option) and "group" in kinds:
+        return f"no groups of {option[1:9]}, expected g32, g64 or g128"
+    if option in _DECIDES:
+        return f"{name} does not take {option}; its options are {takes}"
+    known = [word for kind in kinds for word in CHOICES[kind]]
+    return (
+        f"unknown option {quoted(option, 24)}{did_you_mean(option, known)} ({name} takes {takes})"
+    )
+
+
+def _codec(name: str, given: dict[str, str], where: str) -> TileCodec:
+    if name in DENSE:
+        return Dense(cast(Literal["f32", "f16", "bf16"], name))
+    if name in FP8:
+        return Fp8(cast(Literal["e4m3", "e5m2"], name))
+    if name in BLOCKS:
+        return Block(cast(Literal["q8_0", "q4_0"], name))
+    bits = int(name[3:])
+    if name.startswith("nuq"):
+        return Nuq(bits, "outliers" in given, "qnorm" in given)
+    missing = [
+        f"{what} ({'|'.join(CHOICES[what])})" for what in ("axis", "group") if what not in given
+    ]
+    if missing:
+        raise UsageError(
+            f"{where}: {name} needs its {' and '.join(missing)}, such as {name}:channel:g64"
+        )
+    return IntQ(
+        bits,
+        cast(Literal["channel", "token"], given["axis"]),
+        int(given["group"][1:]),
+        cast(Literal["asym", "sym", "hybrid"], given.get("mode", "asym")),
+        "norm" in given,
+    )
+
+
+def read_spec(text: str, presets: Iterable[str], *, inner: bool = False) -> SpecFields:
+    """Split a SPEC; its sides are left as texts. `inner`: it is that of an override."""
+    where = f"cache format {quoted(text)}"
+    base, *overrides = re.split(r",(?=\s*layers\s*\[)", text)
+    fields = dict(_pairs(base, where, inner))
+    presets = tuple(presets)
+    preset = fields.pop("", None)
+    if preset is not None and preset not in presets:
+        raise UsageError(f"unknown cache format {quoted(preset)}{_hint(preset, presets)}")
+    for key in ("k", "v"):
+        if preset is None and key not in fields:
+            raise UsageError(f"{where}: {key}=SIDE is missing, expected k=SIDE,v=SIDE")
+        if preset is not None and key in fields:
+            raise UsageError(f"{where}: {preset} has its own {key}, give k=SIDE,v=SIDE instead")
+    return SpecFields(
+        preset,
+        fields.get("k", ""),
+        fields.get("v", ""),
+        {key: _count(fields[key], key, where) for key in ("sink", "window") if key in fields},
+        tuple(_override(part.strip()) for part in overrides),
+    )
+
+
+def _pairs(base: str, where: str, inner: bool) -> Iterator[tuple[str, str]]:
+    """The `key=value` parts; a first part without `=` comes with an empty key."""
+    seen: set[str] = set()
+    for place, part in enumerate(base.split(",")):
+        key, sign, value = (piece.strip() for piece in part.partition("="))
+        if not sign and place == 0:
+            yield "", key
+            continue
+        if inner and key in ("sink", "window"):
+            raise UsageError(
+                f"{where}: {key} is common to all layers, it goes before the first layers[...]"
+            )
+        if key.startswith("layers"):
+            raise UsageError(f"{where}: expected layers[A-B]=SPEC after k=SIDE,v=SIDE")
+        if key in ("k", "v", "sink", "window") and not sign:
+            raise UsageError(f"{where}: {key} has no value, expected {key}=...")
+        if key not in ("k", "v", "sink", "window"):
+            raise UsageError(
+                f"{where}: unknown key {quoted(key, 24)}"
+                f"{did_you_mean(key, ('sink', 'window', 'layers'))}"
+                " (expected k=, v=, sink=, window= or layers[A-B]=)"
+            )
+        if key in seen:
+            raise UsageError(f"{where}: {key} is given twice")
+        seen.add(key)
+        yield key, value
+
+
+def _hint(name: str, presets: Sequence[str]) -> str:
+    if name.partition(":")[0].strip() in CODEC_NAMES:
+        return f": this is one side, expected k={quoted(name, 24)[1:-1]},v=SIDE"
+    near = did_you_mean(name, presets)
+    return f"{near} (expected one of {', '.join(presets)}, or k=SIDE,v=SIDE[,sink=N][,window=N])"
+
+
+def _count(value: str, key: str, where: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,20}", value) or int(value) > MAX_TOKENS:
+        raise UsageError(
+            f"{where}: {key} must be 0 to {MAX_TOKENS} tokens, got {quoted(value, 24)}"
+        )
+    return int(value)
+
+
+def _override(text: str) -> tuple[int, int, str]:
+    match = _LAYERS.fullmatch(text)
+    where = f"cache format {quoted(text)}"
+    if match is None:
+        raise UsageError(f"{where}: expected layers[A-B]=SPEC or layers[A]=SPEC")
+    if any(len(number) > 8 for number in match.groups("")[:2]):
+        raise UsageError(f"{where}: layers are 0 to {MAX_LAYERS - 1}")
+    first = int(match[1])
+    return first, first if match[2] is None else int(match[2]), match[3].strip()
