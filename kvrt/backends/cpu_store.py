@@ -13,14 +13,10 @@ from .jit import Address, Int
 from .ops import PAGE_TOKENS
 
 
-EXTRA_CODES_BYTES = 512
-"""Bytes behind a head's unpacked codes that belong to the code that unpacks them."""
-
-
 @jit.inline
 def codes_bytes(dim):
-    """Bytes of one head's unpacked codes, u16, with what lies behind them."""
-    return PAGE_TOKENS * dim * 2 + EXTRA_CODES_BYTES
+    """Bytes of one head's unpacked codes, u16, and of scratch for as many packed ones."""
+    return PAGE_TOKENS * dim * 3 + 2048
 
 
 @jit.inline

@@ -93,53 +93,96 @@ def _atomic_add(typingctx: Any, address: Any, amount: Any) -> Any:
 
 # Loops over eight neighbours are unrolled before LLVM looks for vectors, so these say it outright.
 _WIDTH = 8
-_CODES = ir.VectorType(ir.IntType(16), _WIDTH)
+_SHORTS = ir.VectorType(ir.IntType(16), _WIDTH)
+_WORDS = ir.VectorType(ir.IntType(32), _WIDTH)
+_HALVES = ir.VectorType(_HALF, _WIDTH)
 _FLOATS = ir.VectorType(_FLOAT, _WIDTH)
 
 
-def _affine8_code(builder: Any, out: Any, codes: Any, scale: Any, shift: Any) -> None:
-    packed = builder.load(builder.inttoptr(codes, _CODES.as_pointer()), align=2)
-    wide = builder.zext(packed, ir.VectorType(ir.IntType(32), _WIDTH))
+def _splat(builder: Any, value: Any, kind: Any) -> Any:
+    """A vector of one number."""
+    empty = ir.Constant(kind, ir.Undefined)
+    first = builder.insert_element(empty, value, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(first, empty, ir.Constant(_WORDS, [0] * _WIDTH))
+
+
+def _short(builder: Any, value: Any) -> Any:
+    return _splat(builder, builder.trunc(value, ir.IntType(16)), _SHORTS)
+
+
+def _field(builder: Any, codes: Any, right: Any, mask: Any) -> Any:
+    packed = builder.load(builder.inttoptr(codes, _SHORTS.as_pointer()), align=2)
+    return builder.and_(builder.lshr(packed, _short(builder, right)), mask)
+
+
+def _store_affine(builder: Any, out: Any, codes: Any, scale: Any, shift: Any) -> None:
     # llvmlite's own fma takes scalars only.
     kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
     fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{_WIDTH}f32")
-    result = builder.call(fma, [builder.sitofp(wide, _FLOATS), scale, shift])
+    numbers = builder.sitofp(builder.zext(codes, _WORDS), _FLOATS)
+    result = builder.call(fma, [numbers, scale, shift])
     builder.store(result, builder.inttoptr(out, _FLOATS.as_pointer()), align=4)
 
 
-def _affine8(typingctx: Any, out: Any, codes: Any, scale: Any, shift: Any) -> Any:
+def _affine8_kind(planes: bool, same: bool) -> Any:
+    """The intrinsic for one plane of codes or two, and one scale or eight."""
+
+    def operands(builder: Any, pair: Any) -> list[Any]:
+        if same:
+            return [_splat(builder, number, _FLOATS) for number in pair]
+        pointers = [builder.inttoptr(address, _FLOATS.as_pointer()) for address in pair]
+        return [builder.load(pointer, align=4) for pointer in pointers]
+
+    def one_plane(typingctx: Any, out: Any, codes: Any, right: Any, mask: Any, s: Any, z: Any) -> Any:
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            field = _field(builder, args[1], args[2], _short(builder, args[3]))
+            _store_affine(builder, args[0], field, *operands(builder, args[4:]))
+            return context.get_dummy_value()
+
+        number = types.float32 if same else types.int64
+        return types.none(*[types.int64] * 4, number, number), codegen
+
+    def two_planes(
+        typingctx: Any, out: Any, low: Any, right: Any, high: Any, high_right: Any, s: Any, z: Any
+    ) -> Any:
+        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            bits = [ir.Constant(_SHORTS, [mask] * _WIDTH) for mask in (3, 1, 2)]
+            low_field = _field(builder, args[1], args[2], bits[0])
+            high_field = _field(builder, args[3], args[4], bits[1])
+            field = builder.or_(low_field, builder.shl(high_field, bits[2]))
+            _store_affine(builder, args[0], field, *operands(builder, args[5:]))
+            return context.get_dummy_value()
+
+        number = types.float32 if same else types.int64
+        return types.none(*[types.int64] * 5, number, number), codegen
+
+    return two_planes if planes else one_plane
+
+
+def _minifloat8(typingctx: Any, out: Any, codes: Any, right: Any, left: Any, scale: Any) -> Any:
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        vectors = [
-            builder.load(builder.inttoptr(at, _FLOATS.as_pointer()), align=4) for at in args[2:]
-        ]
-        _affine8_code(builder, args[0], args[1], *vectors)
+        sign, rest, eight = (ir.Constant(_SHORTS, [n] * _WIDTH) for n in (0x80, 0x7F, 8))
+        code = _field(builder, args[1], args[2], ir.Constant(_SHORTS, [0xFF] * _WIDTH))
+        upper = builder.shl(builder.and_(code, sign), eight)
+        lower = builder.shl(builder.and_(code, rest), _short(builder, args[3]))
+        halves = builder.bitcast(builder.or_(upper, lower), _HALVES)
+        factor = _splat(builder, args[4], _FLOATS)
+        result = builder.fmul(builder.fpext(halves, _FLOATS), factor)
+        builder.store(result, builder.inttoptr(args[0], _FLOATS.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    return types.none(types.int64, types.int64, types.int64, types.int64), codegen
-
-
-def _affine8_same(typingctx: Any, out: Any, codes: Any, scale: Any, shift: Any) -> Any:
-    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        lanes = ir.Constant(ir.VectorType(ir.IntType(32), _WIDTH), [0] * _WIDTH)
-        empty = ir.Constant(_FLOATS, ir.Undefined)
-        vectors = [
-            builder.shuffle_vector(
-                builder.insert_element(empty, value, ir.Constant(ir.IntType(32), 0)), empty, lanes
-            )
-            for value in args[2:]
-        ]
-        _affine8_code(builder, args[0], args[1], *vectors)
-        return context.get_dummy_value()
-
-    return types.none(types.int64, types.int64, types.float32, types.float32), codegen
+    return types.none(*[types.int64] * 4, types.float32), codegen
 
 
 def bind() -> None:
     """Bind the names of the dialect to compiler intrinsics."""
     jit.array = intrinsic(_array_at)
     jit.address_of = intrinsic(_address_of)
-    jit.affine8 = intrinsic(_affine8)
-    jit.affine8_same = intrinsic(_affine8_same)
+    jit.affine8 = intrinsic(_affine8_kind(planes=False, same=False))
+    jit.affine8_same = intrinsic(_affine8_kind(planes=False, same=True))
+    jit.affine8_planes = intrinsic(_affine8_kind(planes=True, same=False))
+    jit.affine8_planes_same = intrinsic(_affine8_kind(planes=True, same=True))
+    jit.minifloat8 = intrinsic(_minifloat8)
     jit.half_to_float = intrinsic(_half_to_float)
     jit.float_to_half = intrinsic(_float_to_half)
     jit.bits_to_float = intrinsic(_bits_to_float)

@@ -75,9 +75,17 @@ atomic_add: Any = _compiled_only
 address_of: Any = _compiled_only
 """address_of(array): the address of its first element."""
 affine8: Any = _compiled_only
-"""affine8(out, codes, scale, shift): out[i] = codes[i] * scale[i] + shift[i] for eight numbers at
-these addresses, codes u16, the others f32; rounded once."""
+"""affine8(out, codes, right, mask, scale, shift): out[i] = ((codes[i] >> right) & mask) * scale[i] +
+shift[i] for eight numbers at these addresses, codes u16, the others f32; rounded once."""
 affine8_same: Any = _compiled_only
-"""affine8_same(out, codes, scale, shift): the same with one scale and shift (f32 numbers)."""
+"""affine8_same(out, codes, right, mask, scale, shift): the same with one f32 scale and shift."""
+affine8_planes: Any = _compiled_only
+"""affine8_planes(out, codes, right, high, high_right, scale, shift): affine8 of 3-bit codes, two
+bits from codes and the third from high."""
+affine8_planes_same: Any = _compiled_only
+"""affine8_planes_same(...): the same with one f32 scale and shift."""
+minifloat8: Any = _compiled_only
+"""minifloat8(out, codes, right, left, scale): out[i] = scale * the half whose sign is bit 7 of
+codes[i] >> right and whose other bits are bits 0 to 6, shifted left by `left`."""
 bits_to_double: Any = _compiled_only
 """bits_to_double(i64): the float64 with these bits."""

@@ -18,11 +18,12 @@ of 32 lanes x 16 bytes follow each other with growing s. Where n does not divide
 last words are narrower (16, then 8 bits, the second half in the middle): nothing is padded. Codes
 of 3 bits are a plane of their low 2 bits and, behind it, a plane of 1 bit.
 
-Scales and minima that go with columns (k) come in `column_place` order: the four that a lane needs
+Scales and minima that go with columns (k) come in the order of `column_at`: the four that a lane needs
 of a tile are neighbours. Those that go with rows (M) come in natural order.
 
 Between this order and arithmetic, codes are u16 arrays (cols / 8, rows, 8), where rows are M (tokens
-of K, channels of V) and cols are k; `SCRATCH_BYTES` behind such an array belong to this module.
+of K, channels of V) and cols are k. What follows such an array in memory is scratch of this module
+(`cpu_store.codes_bytes`): there, words are kept by unit, j and lane, the narrow ones widened.
 """
 
 from __future__ import annotations
@@ -33,8 +34,6 @@ from ..backends import jit
 
 LANES = 32
 UNIT_BYTES = 512
-SCRATCH_BYTES = UNIT_BYTES
-"""What must follow an array of codes in memory."""
 
 
 @jit.inline
@@ -45,157 +44,245 @@ def _place(is_value, tiles, s, j, register):
     return (register >> 1) * tiles + s, 16 * j + 8 * (register & 1)
 
 
-@jit.device
-def column_place(col, cols, is_value):
-    """The place of a column's scale: ordered by tile, k % 8 / 2, k / 8, k % 2."""
+@jit.inline
+def column_at(place, cols, is_value):
+    """The column whose scale is at a place: places are ordered by tile, k % 8 / 2, k / 8, k % 2."""
+    s, pair, half, one = place >> 4, place >> 2 & 3, place >> 1 & 1, place & 1
     if is_value:
-        return col // 16 * 16 + col % 8 // 2 * 4 + col % 16 // 8 * 2 + col % 2
-    half = cols // 2
-    return col % half // 8 * 16 + col % 8 // 2 * 4 + col // half * 2 + col % 2
+        return 16 * s + 8 * half + 2 * pair + one
+    return half * (cols >> 1) + 8 * s + 2 * pair + one
 
 
 @jit.inline
-def _spread(words_at, bits, is_value, tiles, unit, codes, plane):
-    """codes (plane > 0: |=) the fields of one unit's words (4, LANES) u32, shifted by `plane`."""
-    # Four halves of words at a time: their 16 bits are what a code becomes.
-    mask = ((np.uint64(1) << np.uint64(bits)) - np.uint64(1)) * np.uint64(0x0001000100010001)
-    left = np.uint64(plane)
-    for i in range(16 // bits):
-        if bits == 8:
-            s, register = unit // 2, unit % 2 * 2 + i
-        else:
-            s, register = unit * (4 // bits) + i // 4, i % 4
-        right = np.uint64(bits * i)
-        for j in range(4):
-            block, row = _place(is_value, tiles, s, j, register)
-            part = jit.array(words_at + j * 4 * LANES, (16,), np.uint64)
-            target = jit.array(jit.address_of(codes[block, row]), (16,), np.uint64)
-            if plane:
-                for n in range(16):
-                    target[n] |= ((part[n] >> right) & mask) << left
-            else:
-                for n in range(16):
-                    target[n] = (part[n] >> right) & mask
+def _unit(bits, s, register):
+    """The unit that holds a register of the tiles (s, ...)."""
+    return 2 * s + (register >> 1) if bits == 8 else s * bits >> 2
+
+
+@jit.inline
+def _shift(bits, s, register):
+    """Where the code of a register begins in either half of its word."""
+    return 8 * (register & 1) if bits == 8 else (s * bits * 4 & 15) + bits * register
+
+
+@jit.inline
+def _units(bits, tiles):
+    """Units of a plane, narrow ones included."""
+    return (tiles * bits + 3) >> 2
+
+
+@jit.inline
+def _words_at(codes):
+    """The address of the words, by unit, j and lane."""
+    return jit.address_of(codes) + codes.size * 2
 
 
 @jit.device
-def _unpack_units(address, bits, is_value, tiles, units, codes, plane):
-    """Fill codes from so many units of 32-bit words."""
-    words_at = jit.address_of(codes) + codes.size * 2
-    words = jit.array(words_at, (4, LANES), np.uint32)
-    for unit in range(units):
-        source = jit.array(address + unit * UNIT_BYTES, (LANES, 4), np.uint32)
-        for lane in range(LANES):
-            for j in range(4):
-                words[j, lane] = source[lane, j]
-        if bits == 1:
-            _spread(words_at, 1, is_value, tiles, unit, codes, plane)
-        elif bits == 2:
-            _spread(words_at, 2, is_value, tiles, unit, codes, plane)
-        elif bits == 4:
-            _spread(words_at, 4, is_value, tiles, unit, codes, plane)
-        else:
-            _spread(words_at, 8, is_value, tiles, unit, codes, plane)
-
-
-@jit.device
-def _word_tiles(bits, left):
-    """How many of the `left` last tiles the next word takes."""
-    if bits == 8:
-        return 1
-    count = 4 // bits
-    while count > left:
-        count //= 2
-    return count
-
-
-@jit.device
-def _pack_word(codes, bits, is_value, tiles, s, j, lane, first, fields, plane):
-    """A word of `fields` registers from `first` on, of the tiles from (s, j) on."""
-    mask = (1 << bits) - 1
-    word = 0
-    for i in range(fields):
-        register = first + i % 4
-        block, row = _place(is_value, tiles, s + i // 4, j, register)
-        for half in range(2):
-            code = np.int64(codes[block, row + lane // 4, lane % 4 * 2 + half])
-            word |= ((code >> plane) & mask) << (bits * i + half * bits * fields)
-    return word
-
-
-@jit.device
-def _unpack_word(word, codes, bits, is_value, tiles, s, j, lane, fields, plane):
-    """The opposite of `_pack_word`, for words that begin with register 0."""
-    mask = (1 << bits) - 1
-    for i in range(fields):
-        block, row = _place(is_value, tiles, s + i // 4, j, i % 4)
-        for half in range(2):
-            code = ((word >> (bits * i + half * bits * fields)) & mask) << plane
-            at, column = row + lane // 4, lane % 4 * 2 + half
-            codes[block, at, column] = code | (codes[block, at, column] if plane else 0)
-
-
-@jit.device
-def _pack_plane(codes, bits, is_value, address, plane):
-    """Pack bits plane ... plane + bits - 1 of the codes; give the address behind them."""
+def _join(codes, bits, is_value, plane):
+    """Make words of bits plane ... plane + bits - 1 of the codes."""
     tiles = codes.size // 1024
+    words = jit.array(_words_at(codes), (_units(bits, tiles), 4, LANES), np.uint32)
+    for unit in range(words.shape[0]):
+        for j in range(4):
+            for lane in range(LANES):
+                words[unit, j, lane] = 0
+    mask = (1 << bits) - 1
+    for s in range(tiles):
+        for register in range(4):
+            unit, shift = _unit(bits, s, register), _shift(bits, s, register)
+            for j in range(4):
+                block, row = _place(is_value, tiles, s, j, register)
+                for lane in range(LANES):
+                    for half in range(2):
+                        code = np.int64(codes[block, row + lane // 4, lane % 4 * 2 + half])
+                        field = (code >> plane & mask) << (shift + 16 * half)
+                        words[unit, j, lane] |= np.uint32(field)
+
+
+@jit.inline
+def _narrow_bits(bits, tiles, s):
+    """Bits in each half of the word that begins with tile s: 16, less where few tiles are left."""
+    size = 16
+    while size > 4 * bits * (tiles - s):
+        size //= 2
+    return size
+
+
+@jit.device
+def _store(codes, bits, address):
+    """Write a plane's words in their order; give the address behind them."""
+    tiles = codes.size // 1024
+    words = jit.array(_words_at(codes), (_units(bits, tiles), 4, LANES), np.uint32)
     s = 0
     while s < tiles:
-        count = _word_tiles(bits, tiles - s)
-        fields = 2 if bits == 8 else 4 * count
-        size = bits * fields // 4  # bytes of a word
-        for part in range(4 * count // fields):
-            target = jit.array(address, (LANES, 4, size), np.uint8)
+        size = 16 if bits == 8 else _narrow_bits(bits, tiles, s)
+        shift = _shift(bits, s, 0)
+        mask = (1 << size) - 1
+        for unit in range(_unit(bits, s, 0), _unit(bits, s, 3) + 1):
+            target = jit.array(address, (LANES, 4, size // 4), np.uint8)
             for lane in range(LANES):
                 for j in range(4):
-                    word = _pack_word(
-                        codes, bits, is_value, tiles, s, j, lane, part * fields, fields, plane
-                    )
-                    for byte in range(size):
-                        target[lane, j, byte] = (word >> (8 * byte)) & 255
-            address += LANES * 4 * size
-        s += count
+                    word = np.int64(words[unit, j, lane])
+                    word = (word >> shift & mask) | (word >> (16 + shift) & mask) << size
+                    for byte in range(size // 4):
+                        target[lane, j, byte] = word >> (8 * byte) & 255
+            address += LANES * size
+        s += 1 if bits == 8 else size // (4 * bits)
     return address
 
 
 @jit.device
-def _unpack_plane(address, bits, is_value, codes, plane):
-    """Fill codes from a plane; give the address behind it."""
-    tiles = codes.size // 1024
-    units = tiles * bits // 4
-    _unpack_units(address, bits, is_value, tiles, units, codes, plane)
-    address += units * UNIT_BYTES
-    s = units * 4 // bits
-    while s < tiles:
-        count = _word_tiles(bits, tiles - s)
-        size = bits * count  # bytes of a word
-        source = jit.array(address, (LANES, 4, size), np.uint8)
+def _load(address, bits, tiles, words_at):
+    """Read a plane's words; give the address behind them."""
+    whole = tiles * bits // 4
+    for unit in range(whole):
+        source = jit.array(address + unit * UNIT_BYTES, (LANES, 4), np.uint32)
+        words = jit.array(words_at + unit * UNIT_BYTES, (4, LANES), np.uint32)
         for lane in range(LANES):
             for j in range(4):
-                word = 0
-                for byte in range(size):
-                    word |= np.int64(source[lane, j, byte]) << (8 * byte)
-                _unpack_word(word, codes, bits, is_value, tiles, s, j, lane, 4 * count, plane)
-        address += LANES * 4 * size
-        s += count
+                words[j, lane] = source[lane, j]
+    address += whole * UNIT_BYTES
+    s = whole * 4 // bits
+    if s < tiles:
+        words = jit.array(words_at + whole * UNIT_BYTES, (4, LANES), np.uint32)
+        for j in range(4):
+            for lane in range(LANES):
+                words[j, lane] = 0
+        while s < tiles:
+            size, shift = _narrow_bits(bits, tiles, s), _shift(bits, s, 0)
+            mask = (1 << size) - 1
+            narrow = jit.array(address, (LANES, 4, size // 4), np.uint8)
+            for lane in range(LANES):
+                for j in range(4):
+                    word = 0
+                    for byte in range(size // 4):
+                        word |= np.int64(narrow[lane, j, byte]) << (8 * byte)
+                    field = (word & mask) << shift | (word >> size & mask) << (16 + shift)
+                    words[j, lane] |= np.uint32(field)
+            address += LANES * size
+            s += size // (4 * bits)
     return address
 
 
 @jit.device
 def pack_codes(codes, bits, is_value, address):
     """Write codes of 2, 3, 4 or 8 bits in fragment order: head_dim * 64 * bits / 8 bytes."""
+    low = 2 if bits == 3 else bits
+    _join(codes, low, is_value, 0)
+    address = _store(codes, low, address)
     if bits == 3:
-        address = _pack_plane(codes, 2, is_value, address, 0)
-        _pack_plane(codes, 1, is_value, address, 2)
-    else:
-        _pack_plane(codes, bits, is_value, address, 0)
+        _join(codes, 1, is_value, 2)
+        _store(codes, 1, address)
+
+
+@jit.device
+def _spread(codes, bits, is_value, plane):
+    """codes = (plane > 0: |=) the fields of the words, shifted left by `plane`."""
+    tiles = codes.size // 1024
+    # Four halves of words at a time: their 16 bits are what a code becomes.
+    mask = ((np.uint64(1) << np.uint64(bits)) - np.uint64(1)) * np.uint64(0x0001000100010001)
+    for s in range(tiles):
+        for register in range(4):
+            words_at = _words_at(codes) + _unit(bits, s, register) * UNIT_BYTES
+            right = np.uint64(_shift(bits, s, register))
+            for j in range(4):
+                block, row = _place(is_value, tiles, s, j, register)
+                part = jit.array(words_at + j * 4 * LANES, (16,), np.uint64)
+                target = jit.array(jit.address_of(codes[block, row]), (16,), np.uint64)
+                if plane:
+                    for n in range(16):
+                        target[n] |= (part[n] >> right & mask) << np.uint64(plane)
+                else:
+                    for n in range(16):
+                        target[n] = part[n] >> right & mask
 
 
 @jit.device
 def unpack_codes(address, bits, is_value, codes):
     """Read codes of 2, 3, 4 or 8 bits in fragment order into codes (cols / 8, rows, 8) u16."""
+    low = 2 if bits == 3 else bits
+    tiles = codes.size // 1024
+    address = _load(address, low, tiles, _words_at(codes))
+    _spread(codes, low, is_value, 0)
     if bits == 3:
-        address = _unpack_plane(address, 2, is_value, codes, 0)
-        _unpack_plane(address, 1, is_value, codes, 2)
-    else:
-        _unpack_plane(address, bits, is_value, codes, 0)
+        _load(address, 1, tiles, _words_at(codes))
+        _spread(codes, 1, is_value, 2)
+
+
+@jit.device
+def unpack_affine(address, bits, is_value, codes, scales, shifts, by_rows, group, tile):
+    """tile (rows, cols) = code * scale + shift.
+
+    scales, shifts f32 are (rows / group, cols) by rows, else (cols / group, rows). `codes` lends
+    its scratch.
+    """
+    low = 2 if bits == 3 else bits
+    rows, cols = tile.shape
+    tiles = tile.size // 1024
+    low_at = _words_at(codes)
+    high_at = low_at + _units(low, tiles) * UNIT_BYTES
+    address = _load(address, low, tiles, low_at)
+    if bits == 3:
+        _load(address, 1, tiles, high_at)
+    # A division for each block would take longer than its numbers; groups are powers of two.
+    group_bits = 5
+    while 1 << group_bits < group:
+        group_bits += 1
+    tile_at, scales_at, shifts_at = (
+        jit.address_of(tile), jit.address_of(scales), jit.address_of(shifts),
+    )  # fmt: skip
+    mask = (1 << low) - 1
+    for s in range(tiles):
+        for register in range(4):
+            right, high_right = _shift(low, s, register), _shift(1, s, register)
+            for j in range(4):
+                block, row = _place(is_value, tiles, s, j, register)
+                out = tile_at + (row * cols + block * 8) * 4
+                source = low_at + _unit(low, s, register) * UNIT_BYTES + j * 4 * LANES
+                high = high_at + _unit(1, s, register) * UNIT_BYTES + j * 4 * LANES
+                if by_rows:
+                    place = ((row >> group_bits) * cols + block * 8) * 4
+                    scale, shift = scales_at + place, shifts_at + place
+                    if bits == 3:
+                        for r in range(8):
+                            jit.affine8_planes(
+                                out + r * cols * 4, source + r * 16, right,
+                                high + r * 16, high_right, scale, shift,
+                            )  # fmt: skip
+                    else:
+                        for r in range(8):
+                            jit.affine8(
+                                out + r * cols * 4, source + r * 16, right, mask, scale, shift
+                            )
+                else:
+                    g = block * 8 >> group_bits
+                    if bits == 3:
+                        for r in range(8):
+                            jit.affine8_planes_same(
+                                out + r * cols * 4, source + r * 16, right,
+                                high + r * 16, high_right, scales[g, row + r], shifts[g, row + r],
+                            )  # fmt: skip
+                    else:
+                        for r in range(8):
+                            jit.affine8_same(
+                                out + r * cols * 4, source + r * 16, right, mask,
+                                scales[g, row + r], shifts[g, row + r],
+                            )  # fmt: skip
+
+
+@jit.device
+def unpack_minifloats(address, left, is_value, codes, scale, tile):
+    """tile (rows, cols) = scale * numbers of 8 bits; `left` shifts all but the sign into a half."""
+    cols = tile.shape[1]
+    tiles = tile.size // 1024
+    words_at = _words_at(codes)
+    _load(address, 8, tiles, words_at)
+    for s in range(tiles):
+        for register in range(4):
+            right = _shift(8, s, register)
+            for j in range(4):
+                block, row = _place(is_value, tiles, s, j, register)
+                out = jit.address_of(tile) + (row * cols + block * 8) * 4
+                source = words_at + _unit(8, s, register) * UNIT_BYTES + j * 4 * LANES
+                for r in range(8):
+                    jit.minifloat8(out + r * cols * 4, source + r * 16, right, left, scale)

@@ -15,7 +15,6 @@ from ...backends import jit
 from ...backends.ops import PAGE_TOKENS
 from ...errors import UnsupportedError
 from .. import fragment
-from . import intq
 from .base import CODES, META, OWN, Packed
 
 BLOCK = 32
@@ -61,8 +60,8 @@ def block_encode(tile, side, is_value, head, heads, run, shared, codes):
     dim = tile.shape[1]
     groups = dim // BLOCK
     scales = jit.array(run + side[META], (groups, PAGE_TOKENS), np.uint16)
-    for t in range(PAGE_TOKENS):
-        place = fragment.column_place(t, PAGE_TOKENS, is_value) if is_value else t
+    for place in range(PAGE_TOKENS):
+        t = fragment.column_at(place, PAGE_TOKENS, is_value) if is_value else place
         for g in range(groups):
             largest = np.float32(0.0)  # with its sign: q4_0 gives it the code that has no opposite
             for c in range(g * BLOCK, (g + 1) * BLOCK):
@@ -96,11 +95,13 @@ def block_decode(run, shared, side, is_value, head, heads, codes, scratch, tile)
         jit.address_of(scratch) + groups * PAGE_TOKENS * 4, (groups, PAGE_TOKENS), np.float32
     )
     zero = np.float32(-(1 << (bits - 1)))
-    for t in range(PAGE_TOKENS):
-        at = fragment.column_place(t, PAGE_TOKENS, is_value) if is_value else t
-        for g in range(groups):
-            scale = jit.half_to_float(stored[g, at])
+    for g in range(groups):
+        for place in range(PAGE_TOKENS):
+            t = fragment.column_at(place, PAGE_TOKENS, is_value) if is_value else place
+            scale = jit.half_to_float(stored[g, place])
             scales[g, t] = scale
             shifts[g, t] = zero * scale
-    fragment.unpack_codes(run + side[CODES], bits, is_value, codes)
-    intq.affine(codes, scales, shifts, is_value, BLOCK, tile)
+    address = run + side[CODES]
+    fragment.unpack_affine(
+        address, bits, is_value, codes, scales, shifts, is_value, BLOCK, tile
+    )

@@ -97,32 +97,14 @@ def fp8_encode(tile, side, is_value, head, heads, run, shared, codes):
 
 
 @jit.device
-def _numbers_of(codes, kind, out):
-    """out[n] = the e4m3 number of a code / 256, or its e5m2 number."""
-    # Both formats are the top of a half, but for e4m3's exponent bias of 7 instead of 15.
-    if kind == E4M3:
-        for n in range(out.shape[0]):
-            code = codes[n]
-            sign = np.uint16((code & np.uint16(0x80)) << np.uint16(8))
-            half = np.uint16(sign | np.uint16((code & np.uint16(0x7F)) << np.uint16(7)))
-            out[n] = jit.half_to_float(half)
-    else:
-        for n in range(out.shape[0]):
-            out[n] = jit.half_to_float(np.uint16(codes[n] << np.uint16(8)))
-
-
-@jit.device
 def fp8_decode(run, shared, side, is_value, head, heads, codes, scratch, tile):
     """Decode the run's codes into a tile; see `dispatch` for the arguments."""
-    fragment.unpack_codes(run + side[CODES], 8, is_value, codes)
     scale = jit.array(side[STATE], (heads,), np.float32)[head]
+    # Both formats are the top of a half, but for e4m3's exponent bias of 7 instead of 15.
+    left = 7 if side[OWN] == E4M3 else 8
     factor = np.float32(scale * np.float32(256.0)) if side[OWN] == E4M3 else scale
-    numbers = scratch[: tile.shape[0] * 8]
-    for block in range(codes.shape[0]):
-        _numbers_of(jit.array(jit.address_of(codes[block]), (codes.shape[1] * 8,), np.uint16), side[OWN], numbers)
-        for row in range(tile.shape[0]):
-            for i in range(8):
-                tile[row, block * 8 + i] = numbers[row * 8 + i] * factor
+    address = run + side[CODES]
+    fragment.unpack_minifloats(address, left, is_value, codes, factor, tile)
 
 
 @jit.exact

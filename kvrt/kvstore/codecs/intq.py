@@ -82,10 +82,10 @@ class IntQ(Packed):
 # token (axis token), in the order in which a tensor-core kernel reads them.
 
 
-@jit.device
-def meta_place(outer, outers, is_value, by_rows):
-    """The place in a plane of channel or token number `outer`."""
-    return fragment.column_place(outer, outers, is_value) if by_rows else outer
+@jit.inline
+def outer_at(place, outers, is_value, by_rows):
+    """The channel or token whose numbers are at a place of a plane."""
+    return fragment.column_at(place, outers, is_value) if by_rows else place
 
 
 @jit.exact
@@ -171,8 +171,8 @@ def intq_encode(tile, side, is_value, head, heads, run, shared, codes):
     groups = length // group
     scales = jit.array(run + side[META], (groups, outers), np.uint16)
     minima = jit.array(run + side[META] + groups * outers * 2, (groups, outers), np.uint16)
-    for outer in range(outers):
-        place = meta_place(outer, outers, is_value, by_rows)
+    for place in range(outers):
+        outer = outer_at(place, outers, is_value, by_rows)
         for g in range(groups):
             scale, minimum, top, asym = _fit(tile, by_token, outer, g * group, group, bits, mode)
             scales[g, place] = jit.float_to_half(scale)
@@ -188,34 +188,6 @@ def intq_encode(tile, side, is_value, head, heads, run, shared, codes):
 
 
 @jit.device
-def affine(codes, scales, shifts, by_rows, group, tile):
-    """tile (rows, cols) = codes * scale + shift; scales, shifts (groups, cols or rows) f32."""
-    rows, cols = tile.shape
-    codes_at, tile_at = jit.address_of(codes), jit.address_of(tile)
-    scales_at, shifts_at = jit.address_of(scales), jit.address_of(shifts)
-    for block in range(cols // 8):
-        if by_rows:
-            for g in range(rows // group):
-                place = (g * cols + block * 8) * 4
-                for row in range(g * group, (g + 1) * group):
-                    jit.affine8(
-                        tile_at + (row * cols + block * 8) * 4,
-                        codes_at + (block * rows + row) * 16,
-                        scales_at + place,
-                        shifts_at + place,
-                    )
-        else:
-            g = block * 8 // group
-            for row in range(rows):
-                jit.affine8_same(
-                    tile_at + (row * cols + block * 8) * 4,
-                    codes_at + (block * rows + row) * 16,
-                    scales[g, row],
-                    shifts[g, row],
-                )
-
-
-@jit.device
 def intq_decode(run, shared, side, is_value, head, heads, codes, scratch, tile):
     bits, group, mode, by_rows = side[OWN], side[OWN + 1], side[OWN + 2], side[OWN + 3]
     rows, cols = tile.shape
@@ -226,14 +198,16 @@ def intq_decode(run, shared, side, is_value, head, heads, codes, scratch, tile):
     scales = jit.array(jit.address_of(scratch), (groups, places), np.float32)
     shifts = jit.array(jit.address_of(scratch) + groups * places * 4, (groups, places), np.float32)
     middle = np.float32((1 << (bits - 1)) - 1)
-    for place in range(places):
-        at = meta_place(place, places, is_value, by_rows)
-        for g in range(groups):
-            scale = jit.half_to_float(stored[g, at] & np.uint16(0x7FFF))
-            scales[g, place] = scale
-            if mode == ASYM or (mode == HYBRID and stored[g, at] >> 15):
-                shifts[g, place] = jit.half_to_float(minima[g, at])
+    for g in range(groups):
+        for place in range(places):
+            outer = outer_at(place, places, is_value, by_rows)
+            scale = jit.half_to_float(stored[g, place] & np.uint16(0x7FFF))
+            scales[g, outer] = scale
+            if mode == ASYM or (mode == HYBRID and stored[g, place] >> 15):
+                shifts[g, outer] = jit.half_to_float(minima[g, place])
             else:
-                shifts[g, place] = -middle * scale
-    fragment.unpack_codes(run + side[CODES], bits, is_value, codes)
-    affine(codes, scales, shifts, by_rows, group, tile)
+                shifts[g, outer] = -middle * scale
+    address = run + side[CODES]
+    fragment.unpack_affine(
+        address, bits, is_value, codes, scales, shifts, by_rows, group, tile
+    )

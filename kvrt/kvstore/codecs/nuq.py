@@ -16,7 +16,7 @@ channel) is kept.
   those farthest out in units of half are kept.
 - Values: 0.5 % of a token's numbers on either side, one at least, and the thresholds are the next
   largest and smallest. In the shared part: a plane of 64 f16 centres and one of 64 halves, both in
-  `column_place` order, then for each token its largest numbers and its smallest, in such slots.
+  the order of `fragment.column_at`, then for each token its largest numbers and its smallest, in such slots.
 """
 
 from __future__ import annotations
@@ -220,8 +220,8 @@ def nuq_encode(tile, side, is_value, head, heads, run, shared, codes):
     table = side[TABLE]
     if is_value:
         planes = jit.array(shared, (2, PAGE_TOKENS), np.uint16)
-        for t in range(PAGE_TOKENS):
-            place = fragment.column_place(t, PAGE_TOKENS, is_value)
+        for place in range(PAGE_TOKENS):
+            t = fragment.column_at(place, PAGE_TOKENS, is_value)
             centre, half = jit.half_to_float(planes[0, place]), jit.half_to_float(planes[1, place])
             for c in range(dim):
                 tile[t, c] = _place(_finite(tile[t, c]), centre, half)
@@ -273,10 +273,10 @@ def nuq_survey(values, side, is_value, first, shared):
     slots = side[OWN + 1]
     planes = jit.array(shared, (2, PAGE_TOKENS), np.uint16)
     kept = jit.array(shared + 4 * PAGE_TOKENS, (PAGE_TOKENS, 2, slots, 2), np.uint16)
-    for t in range(PAGE_TOKENS):
+    for place in range(PAGE_TOKENS):
+        t = fragment.column_at(place, PAGE_TOKENS, is_value)
         high = _keep_values(values, t, np.float32(1.0), kept[t, 0])
         low = _keep_values(values, t, np.float32(-1.0), kept[t, 1])
-        place = fragment.column_place(t, PAGE_TOKENS, is_value)
         planes[0, place] = jit.float_to_half((high + low) * np.float32(0.5))
         planes[1, place] = jit.float_to_half((high - low) * np.float32(0.5))
 
@@ -309,8 +309,8 @@ def nuq_decode(run, shared, side, is_value, head, heads, codes, scratch, tile):
         dim = tile.shape[0]
         thresholds = jit.array(jit.address_of(scratch), (2, PAGE_TOKENS), np.float32)
         planes = jit.array(shared, (2, PAGE_TOKENS), np.uint16)
-        for t in range(PAGE_TOKENS):
-            place = fragment.column_place(t, PAGE_TOKENS, is_value)
+        for place in range(PAGE_TOKENS):
+            t = fragment.column_at(place, PAGE_TOKENS, is_value)
             thresholds[0, t] = jit.half_to_float(planes[0, place])
             thresholds[1, t] = jit.half_to_float(planes[1, place])
         rest = scratch[2 * PAGE_TOKENS :]

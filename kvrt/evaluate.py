@@ -1,0 +1,204 @@
+"""What a cache format costs in quality: teacher forcing through the cache, beside the exact model.
+
+A text is tokenised once, without special tokens, and cut into consecutive windows. A window begins
+with an empty cache; every token but its first is scored, predicted from the tokens before it as
+`decode` would have seen them: packed where a page is sealed, exact elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .errors import CodecError, UsageError
+from .progress import Progress, silent
+
+if TYPE_CHECKING:
+    from .generate import Model
+    from .kvstore import KVSpec
+
+LOGIT_ROWS = 128
+"""Logits are made for so many tokens at a time: 24 MiB with a vocabulary of 49,152 tokens."""
+
+
+@dataclass(frozen=True)
+class Quality:
+    """A format over all scored tokens; logarithms are natural.
+
+    `nll` is the mean negative log-likelihood, `ppl` its exponential. Beside the exact model (f32
+    cache, nothing packed): `kld` is the mean Kullback-Leibler divergence from its distribution,
+    `top1` the per cent of tokens with the same likeliest successor, `dnll` the rise of the nll.
+    `nll_se` and `dnll_se` are standard errors over windows, None for a single one.
+    """
+
+    kv: str
+    ppl: float
+    nll: float
+    kld: float
+    tokens: int
+    bits_per_element: float
+    seconds: float
+    top1: float
+    dnll: float
+    nll_se: float | None
+    dnll_se: float | None
+
+
+def cut_windows(
+    documents: Sequence[Sequence[int]], context: int, max_tokens: int | None = None
+) -> np.ndarray:
+    """Consecutive windows of token ids, (windows, context) i64, each inside one document.
+
+    The last partial window of a document is dropped; so are windows that do not fit `max_tokens`
+    tokens in all. Raises UsageError where nothing is left.
+    """
+    if context < 2:
+        raise UsageError(f"a context must be at least 2 tokens to score one, got {context}")
+    if max_tokens is not None and max_tokens < context:
+        raise UsageError(
+            f"at most {max_tokens:,} tokens are less than one window of {context:,} tokens"
+        )
+    whole = [np.asarray(ids[: len(ids) // context * context], np.int64) for ids in documents]
+    windows = np.concatenate([np.empty(0, np.int64), *whole]).reshape(-1, context)
+    if not len(windows):
+        longest = max((len(ids) for ids in documents), default=0)
+        raise UsageError(
+            f"the text has {longest:,} tokens, less than one window of {context:,} tokens"
+        )
+    return windows if max_tokens is None else windows[: max_tokens // context]
+
+
+def measure_quality(
+    model: Model, specs: Sequence[KVSpec], windows: np.ndarray, progress: Progress = silent
+) -> tuple[Quality, list[Quality]]:
+    """The exact model, and each format, on windows (count, context) of token ids.
+
+    `progress` counts tokens, those of every format and of the exact model. Raises CodecError for
+    a format whose logits are not finite.
+    """
+    for spec in specs:
+        model.new_store(spec)  # refuses what the model cannot have, before any work
+    passes = [_Pass("exact", None), *(_Pass(str(spec), spec) for spec in specs)]
+    context, total = windows.shape[1], len(passes) * windows.size
+    done = 0
+
+    def layers(layer: int, layers: int) -> None:
+        progress("measure", done + context * layer // layers, total)
+
+    for window in windows:
+        hidden = []
+        for run in passes:
+            hidden.append(run.hidden(model, window[:-1], layers))  # (context - 1, hidden_size)
+            done += context
+        _score(model, passes, hidden, window[1:])
+    exact = passes[0].quality(passes[0])
+    return exact, [run.quality(passes[0]) for run in passes[1:]]
+
+
+def _score(model: Model, passes: Sequence[_Pass], hidden: Sequence[Any], targets: Any) -> None:
+    """Add the scores of one window; hidden rows (n, hidden_size) of each pass, targets (n,)."""
+    sums = np.zeros((len(passes), 3))  # nll, kld, top-1 hits
+    for start in range(0, len(targets), LOGIT_ROWS):
+        rows = slice(start, start + LOGIT_ROWS)
+        exact: Predictions | None = None
+        for run, states, out in zip(passes, hidden, sums):
+            started = perf_counter()
+            predictions = Predictions(model.decoder.logits(states[rows]))
+            if exact is None:
+                exact = predictions
+            out += (
+                predictions.nll(targets[rows]).sum(),
+                predictions.divergence(exact).sum(),
+                (predictions.likeliest == exact.likeliest).sum(),
+            )
+            run.seconds += perf_counter() - started
+    for run, out in zip(passes, sums):
+        if not np.isfinite(out).all():
+            what = "the exact model" if run.spec is None else f"cache format {run.name}"
+            raise CodecError(f"{what} gives logits that are not finite")
+        run.windows.append(out / len(targets))
+        run.tokens += len(targets)
+
+
+class _Pass:
+    """One format's way through all windows; without a spec the exact model's."""
+
+    def __init__(self, name: str, spec: KVSpec | None):
+        self.name = name
+        self.spec = spec
+        self.bits_per_element = 32.0
+        self.seconds = 0.0
+        self.tokens = 0
+        self.windows: list[np.ndarray] = []  # of each window (3,): nll, kld, top-1 share
+
+    def hidden(self, model: Model, ids: np.ndarray, progress: Any) -> Any:
+        """Rows (n, hidden_size) f32 that become logits."""
+        started = perf_counter()
+        if self.spec is None:
+            rows = model.decoder.trace(ids, progress=progress)
+        else:
+            store = model.new_store(self.spec)
+            rows = model.decoder.hidden(ids, store, history="packed", progress=progress)
+            self.bits_per_element = store.stats().bits_per_element
+        self.seconds += perf_counter() - started
+        return rows
+
+    def quality(self, exact: _Pass) -> Quality:
+        nlls = np.array([nll for nll, _, _ in self.windows])  # (windows,)
+        rises = nlls - [nll for nll, _, _ in exact.windows]  # (windows,)
+        nll, kld, top1 = np.mean(self.windows, axis=0)
+        return Quality(
+            kv=self.name,
+            ppl=math.exp(nll),
+            nll=float(nll),
+            kld=max(float(kld), 0.0),  # rounding can leave -1e-9
+            tokens=self.tokens,
+            bits_per_element=self.bits_per_element,
+            seconds=self.seconds,
+            top1=100 * float(top1),
+            dnll=float(rises.mean()),
+            nll_se=_standard_error(nlls),
+            dnll_se=_standard_error(rises),
+        )
+
+
+def _standard_error(means: np.ndarray) -> float | None:
+    if len(means) < 2:
+        return None
+    return float(means.std(ddof=1)) / math.sqrt(len(means))
+
+
+class Predictions:
+    """What a model says of the next token, from logits (n, vocab_size) f32; sums are f64."""
+
+    def __init__(self, logits: np.ndarray):
+        self.logits = logits
+        peak = logits.max(axis=1, keepdims=True)  # (n, 1) f32
+        with np.errstate(all="ignore"):  # what is not finite is refused by the caller
+            total = np.exp(logits - peak).sum(axis=1, dtype=np.float64)  # (n,)
+        self._log_total = peak[:, 0] + np.log(total)  # (n,) f64
+
+    @cached_property
+    def likeliest(self) -> np.ndarray:
+        """The likeliest tokens, (n,) i64."""
+        return self.logits.argmax(axis=1)
+
+    @cached_property
+    def _probabilities(self) -> np.ndarray:
+        return np.exp(self.logits - self._log_total[:, None].astype(np.float32))  # (n, vocab) f32
+
+    def nll(self, targets: np.ndarray) -> np.ndarray:
+        """Negative log-likelihoods (n,) f64 of the tokens that came, (n,) i64."""
+        return self._log_total - self.logits[np.arange(len(targets)), targets]
+
+    def divergence(self, exact: Predictions) -> np.ndarray:
+        """Kullback-Leibler divergences (n,) f64 of these predictions from the exact ones."""
+        with np.errstate(all="ignore"):
+            change = exact._probabilities * (exact.logits - self.logits)  # (n, vocab_size) f32
+        return change.sum(axis=1, dtype=np.float64) - (exact._log_total - self._log_total)
