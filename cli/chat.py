@@ -81,7 +81,8 @@ def command(
         note("kvrt: nothing on stdin, nothing to answer")
         return
     session_file = _session_file(session)
-    model = open_model(choice)
+    remarks: list[str] = []
+    model = open_model(choice, remarks.append)
     # The default None would hide that -sys "" asks for no system message.
     chat = model.chat(sampling=sampling.over(model.sampling))
     chat.max_tokens = None if predict == -1 else predict
@@ -92,7 +93,8 @@ def command(
     interactive = question is None
     colour = wants_colour(color, sys.stderr)
     talk = Talk(chat, verbose=verbose, colour=colour, interactive=interactive)
-    note(banner(model, chat, interactive=interactive), DIM, colour=colour)
+    for line in (*remarks, banner(model, chat, interactive=interactive)):
+        note(line, DIM, colour=colour)
     with saved_at_exit(chat, session_file) as save:
         if question is not None:
             talk.say(question)

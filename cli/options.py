@@ -24,7 +24,7 @@ from .console import (
     stdin_is_terminal,
 )
 from .kv_options import KV_HELP, calibration_option, kv_side_options, resolve_kv
-from .main import debug_option
+from .main import CommandState, debug_option
 
 if TYPE_CHECKING:
     from ..generate import Model
@@ -251,25 +251,26 @@ def read_prompt(prompt: str | None, file: str | None) -> str | None:
     return None if stdin_is_terminal() else read_stdin()
 
 
-def open_model(choice: ModelChoice) -> Model:
-    """Load the chosen model; without a choice the default one, which is pulled if it is absent."""
+def open_model(choice: ModelChoice, remark: Callable[[str], None] = note) -> Model:
+    """Load the chosen model; without a choice the default one, which is pulled if it is absent.
+
+    `remark` is told where another cache format than the default one had to be taken.
+    """
     from ..generate import load
 
     name = default_model() if choice.model is None else choice.model
-    kv, remark = _fitting(choice.kv, name) if choice.kv_is_default else (choice.kv, "")
-    more: dict[str, Any] = {}
-    if choice.calibration is not None:
-        more["calibration"] = choice.calibration
+    kv, reason = _fitting(choice.kv, name) if choice.kv_is_default else (choice.kv, "")
     model = load(
         name,
         device=choice.device,
         kv=kv,
         max_context=choice.max_context,
         threads=choice.threads,
-        **more,
+        calibration=choice.calibration,
+        debug=click.get_current_context().ensure_object(CommandState).debug,
     )
-    if remark:
-        note(remark)
+    if reason:
+        remark(reason)
     return model
 
 

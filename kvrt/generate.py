@@ -243,6 +243,7 @@ def load(
     kv: str = "f16",
     max_context: int | None = None,
     threads: int | None = None,
+    calibration: str | None = None,
     debug: bool = False,
 ) -> Model:
     """Load a model folder or a pulled model by name.

@@ -1,7 +1,9 @@
 """Write the README's tables from what they describe: `python tools/readme_tables.py [--check]`.
 
-formats: from `PageLayout`, for SmolLM2-135M's geometry. speed: medians of the newest run of each
-side in tools/results/cpu.jsonl (written by tools/bench_cpu.py).
+formats: from `PageLayout`, for SmolLM2-135M's geometry. quality: the newest row of each format in
+tools/results/quality.jsonl (tools/quality.py). cache-speed: the newest run in cache.jsonl
+(tools/bench_cache.py). speed: medians of the newest run of each side in cpu.jsonl
+(tools/bench_cpu.py).
 """
 
 import json
@@ -14,18 +16,77 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from kvrt.kvstore import PRESETS, Geometry, bits_per_element, bytes_per_token  # noqa: E402
+from kvrt.kvstore import PRESETS, Geometry, PageLayout, estimate  # noqa: E402
 
 README = ROOT / "README.md"
 RESULTS = ROOT / "tools" / "results" / "cpu.jsonl"
+QUALITY = RESULTS.with_name("quality.jsonl")
+CACHE = RESULTS.with_name("cache.jsonl")
 SMOLLM2 = Geometry(num_layers=30, num_kv_heads=3, head_dim=64)
 
 
 def formats() -> str:
-    lines = ["| format | bits per element | SmolLM2-135M, bytes per token |", "| --- | --- | --- |"]
+    lines = [
+        "| format | K bits | V bits | bits per element | sinks, window | at 8,192 |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for name, spec in PRESETS.items():
-        bits, size = bits_per_element(SMOLLM2, spec), bytes_per_token(SMOLLM2, spec)
-        lines.append(f"| `{name}` | {bits:g} | {size:,.0f} |")
+        layout = PageLayout.of(SMOLLM2, spec)
+        sides = [8 * size / (64 * SMOLLM2.head_dim) for size in side_bytes(layout)]
+        whole = estimate(SMOLLM2, spec, 8192) / 1e6
+        lines.append(
+            f"| `{name}` | {sides[0]:.4g} | {sides[1]:.4g} | {layout.bits_per_element:.4g} "
+            f"| {spec.sink}, {spec.window} | {whole:.1f} MB |"
+        )
+    return "\n".join(lines)
+
+
+def side_bytes(layout: PageLayout) -> list[float]:
+    """Bytes of K and of V in one head's part of a page."""
+    heads = layout.num_kv_heads
+    own = [region.nbytes for region in layout.regions]
+    shared = [region.nbytes / heads for region in layout.shared_regions]
+    return [own[0] + own[1] + shared[0], own[2] + own[3] + shared[1]]
+
+
+def quality() -> str:
+    rows = [json.loads(line) for line in QUALITY.read_text().splitlines()]
+    last = {row["kv"]: row for row in rows}
+    first = next(iter(last.values()))
+    lines = [
+        f"SmolLM2-135M-Instruct on {first['text']}, {first['windows']} windows of "
+        f"{first['context']:,} tokens; exact: perplexity {first['exact_ppl']:.3f}. Rise of the "
+        "negative log-likelihood and divergence in nats for a token.",
+        "",
+        "| format | bits | perplexity | rise | KL divergence | same top token |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, row in sorted(last.items(), key=lambda item: item[1]["kld"]):
+        lines.append(
+            f"| `{name}` | {row['bits_per_element']:.4g} | {row['ppl']:.3f} "
+            f"| {row['dnll']:+.4f} ± {row['dnll_se']:.4f} | {row['kld']:.4f} "
+            f"| {row['top1']:.1f} % |"
+        )
+    return "\n".join(lines)
+
+
+def cache_speed() -> str:
+    rows = [json.loads(line) for line in CACHE.read_text().splitlines()]
+    last = {row["kv"]: row for row in rows if row["commit"] == rows[-1]["commit"]}
+    first = next(iter(last.values()))
+    lines = [
+        f"A decode step of SmolLM2-135M with {first['context']:,} tokens cached, "
+        f"{first['device']}, {first['threads']} threads, medians of {len(first['samples_ms'])} rounds in turn "
+        f"(commit {first['commit']}); sealing is its share of the prefill of 1,024 tokens:",
+        "",
+        "| format | bits | cache, MB | ms | beside f16 | sealing |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, row in last.items():
+        lines.append(
+            f"| `{name}` | {row['bits_per_element']:.4g} | {row['cache_bytes'] / 1e6:.1f} "
+            f"| {row['step_ms']:.1f} | {row['ratio_to_f16']:.2f} | {row['seal_share']:.1%} |"
+        )
     return "\n".join(lines)
 
 
@@ -65,11 +126,14 @@ def speed() -> str:
 def main() -> None:
     text = README.read_text(encoding="utf-8")
     new = text
-    for name, table in (("formats", formats()), ("speed", speed())):
-        mark = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
+    tables = {
+        "formats": formats(), "quality": quality(), "cache-speed": cache_speed(), "speed": speed(),
+    }  # fmt: skip
+    for name, table in tables.items():
+        mark = re.compile(rf"(<!-- {name} -->\n)(?:.*?\n)?(<!-- end -->)", re.DOTALL)
         if not mark.search(new):
             sys.exit(f"README.md has no <!-- {name} --> ... <!-- end --> to fill")
-        new = mark.sub(lambda match, table=table: match[1] + table + match[2], new)
+        new = mark.sub(lambda match, table=table: match[1] + table + "\n" + match[2], new)
     if "--check" in sys.argv[1:]:
         if new != text:
             sys.exit("README.md is out of date: run python tools/readme_tables.py")

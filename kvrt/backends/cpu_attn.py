@@ -256,9 +256,7 @@ def build_attend(codecs: ModuleType) -> None:
                 if info[view.KEY_BIAS]:
                     asked = jit.address_of(against_bias)
                     _scores(dim, low, count, group, asked, info[view.TURNS], weights, True)
-                _softmax_step(
-                    low, count, group, np.float32(scale), weights, peaks, totals, acc
-                )
+                _softmax_step(low, count, group, np.float32(scale), weights, peaks, totals, acc)
                 if is_page:
                     codecs.decode_at(tile_at, page_at, info, value_side, 1, head)
                 else:

@@ -115,74 +115,96 @@ def _field(builder: Any, codes: Any, right: Any, mask: Any) -> Any:
     return builder.and_(builder.lshr(packed, _short(builder, right)), mask)
 
 
-def _store_affine(builder: Any, out: Any, codes: Any, scale: Any, shift: Any) -> None:
-    # llvmlite's own fma takes scalars only.
-    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
-    fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{_WIDTH}f32")
-    numbers = builder.sitofp(builder.zext(codes, _WORDS), _FLOATS)
-    result = builder.call(fma, [numbers, scale, shift])
-    builder.store(result, builder.inttoptr(out, _FLOATS.as_pointer()), align=4)
+def _vector_at(builder: Any, address: Any, kind: Any, offset: int = 0) -> Any:
+    """A pointer to a vector `offset` bytes behind an address."""
+    place = builder.add(address, ir.Constant(ir.IntType(64), offset))
+    return builder.inttoptr(place, kind.as_pointer())
 
 
-def _affine8_kind(planes: bool, same: bool) -> Any:
-    """The intrinsic for one plane of codes or two, and one scale or eight."""
+def _affine8x8(planes: bool, by_rows: bool) -> Any:
+    """The intrinsic for one plane of codes or two; scales of eight columns, or of eight rows."""
 
-    def operands(builder: Any, pair: Any) -> list[Any]:
-        if same:
-            return [_splat(builder, number, _FLOATS) for number in pair]
-        pointers = [builder.inttoptr(address, _FLOATS.as_pointer()) for address in pair]
-        return [builder.load(pointer, align=4) for pointer in pointers]
-
-    def one_plane(typingctx: Any, out: Any, codes: Any, right: Any, mask: Any, s: Any, z: Any) -> Any:
-        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            field = _field(builder, args[1], args[2], _short(builder, args[3]))
-            _store_affine(builder, args[0], field, *operands(builder, args[4:]))
-            return context.get_dummy_value()
-
-        number = types.float32 if same else types.int64
-        return types.none(*[types.int64] * 4, number, number), codegen
-
-    def two_planes(
-        typingctx: Any, out: Any, low: Any, right: Any, high: Any, high_right: Any, s: Any, z: Any
-    ) -> Any:
-        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            bits = [ir.Constant(_SHORTS, [mask] * _WIDTH) for mask in (3, 1, 2)]
-            low_field = _field(builder, args[1], args[2], bits[0])
-            high_field = _field(builder, args[3], args[4], bits[1])
-            field = builder.or_(low_field, builder.shl(high_field, bits[2]))
-            _store_affine(builder, args[0], field, *operands(builder, args[5:]))
-            return context.get_dummy_value()
-
-        number = types.float32 if same else types.int64
-        return types.none(*[types.int64] * 5, number, number), codegen
-
-    return two_planes if planes else one_plane
-
-
-def _minifloat8(typingctx: Any, out: Any, codes: Any, right: Any, left: Any, scale: Any) -> Any:
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        sign, rest, eight = (ir.Constant(_SHORTS, [n] * _WIDTH) for n in (0x80, 0x7F, 8))
-        code = _field(builder, args[1], args[2], ir.Constant(_SHORTS, [0xFF] * _WIDTH))
-        upper = builder.shl(builder.and_(code, sign), eight)
-        lower = builder.shl(builder.and_(code, rest), _short(builder, args[3]))
-        halves = builder.bitcast(builder.or_(upper, lower), _HALVES)
-        factor = _splat(builder, args[4], _FLOATS)
-        result = builder.fmul(builder.fpext(halves, _FLOATS), factor)
-        builder.store(result, builder.inttoptr(args[0], _FLOATS.as_pointer()), align=4)
+        out, stride, low, low_right = args[:4]
+        scale_at, shift_at = args[-2:]
+        low_mask = ir.Constant(_SHORTS, [3] * _WIDTH) if planes else _short(builder, args[4])
+        one, two = (ir.Constant(_SHORTS, [number] * _WIDTH) for number in (1, 2))
+        # llvmlite's own fma takes scalars only.
+        kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+        fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{_WIDTH}f32")
+
+        def operand(address: Any, row: int) -> Any:
+            if not by_rows:
+                number = builder.load(_vector_at(builder, address, _FLOAT, 4 * row))
+                return _splat(builder, number, _FLOATS)
+            return builder.load(_vector_at(builder, address, _FLOATS), align=4)
+
+        common = [operand(address, 0) for address in (scale_at, shift_at)] if by_rows else []
+        for row in range(_WIDTH):
+            field = _field(builder, _row(builder, low, row), low_right, low_mask)
+            if planes:
+                high = _field(builder, _row(builder, args[4], row), args[5], one)
+                field = builder.or_(field, builder.shl(high, two))
+            scale, shift = common or [operand(address, row) for address in (scale_at, shift_at)]
+            numbers = builder.sitofp(builder.zext(field, _WORDS), _FLOATS)
+            result = builder.call(fma, [numbers, scale, shift])
+            builder.store(result, builder.inttoptr(out, _FLOATS.as_pointer()), align=4)
+            out = builder.add(out, stride)
         return context.get_dummy_value()
 
-    return types.none(*[types.int64] * 4, types.float32), codegen
+    if planes:
+
+        def two_planes(
+            typingctx: Any, out: Any, stride: Any, low: Any, right: Any, high: Any,
+            high_right: Any, scale: Any, shift: Any,
+        ) -> Any:  # fmt: skip
+            return types.none(*[types.int64] * 8), codegen
+
+        return two_planes
+
+    def one_plane(
+        typingctx: Any, out: Any, stride: Any, codes: Any, right: Any, mask: Any, scale: Any,
+        shift: Any,
+    ) -> Any:  # fmt: skip
+        return types.none(*[types.int64] * 7), codegen
+
+    return one_plane
+
+
+def _row(builder: Any, codes: Any, row: int) -> Any:
+    return builder.add(codes, ir.Constant(ir.IntType(64), row * 2 * _WIDTH))
+
+
+def _minifloat8x8(
+    typingctx: Any, out: Any, stride: Any, codes: Any, right: Any, left: Any, scale: Any
+) -> Any:
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        sign, rest, eight = (ir.Constant(_SHORTS, [n] * _WIDTH) for n in (0x80, 0x7F, 8))
+        whole = ir.Constant(_SHORTS, [0xFF] * _WIDTH)
+        factor, left = _splat(builder, args[5], _FLOATS), _short(builder, args[4])
+        out = args[0]
+        for row in range(_WIDTH):
+            code = _field(builder, _row(builder, args[2], row), args[3], whole)
+            upper = builder.shl(builder.and_(code, sign), eight)
+            lower = builder.shl(builder.and_(code, rest), left)
+            halves = builder.bitcast(builder.or_(upper, lower), _HALVES)
+            result = builder.fmul(builder.fpext(halves, _FLOATS), factor)
+            builder.store(result, builder.inttoptr(out, _FLOATS.as_pointer()), align=4)
+            out = builder.add(out, args[1])
+        return context.get_dummy_value()
+
+    return types.none(*[types.int64] * 5, types.float32), codegen
 
 
 def bind() -> None:
     """Bind the names of the dialect to compiler intrinsics."""
     jit.array = intrinsic(_array_at)
     jit.address_of = intrinsic(_address_of)
-    jit.affine8 = intrinsic(_affine8_kind(planes=False, same=False))
-    jit.affine8_same = intrinsic(_affine8_kind(planes=False, same=True))
-    jit.affine8_planes = intrinsic(_affine8_kind(planes=True, same=False))
-    jit.affine8_planes_same = intrinsic(_affine8_kind(planes=True, same=True))
-    jit.minifloat8 = intrinsic(_minifloat8)
+    jit.affine8x8 = intrinsic(_affine8x8(planes=False, by_rows=True))
+    jit.affine8x8_columns = intrinsic(_affine8x8(planes=False, by_rows=False))
+    jit.affine8x8_planes = intrinsic(_affine8x8(planes=True, by_rows=True))
+    jit.affine8x8_planes_columns = intrinsic(_affine8x8(planes=True, by_rows=False))
+    jit.minifloat8x8 = intrinsic(_minifloat8x8)
     jit.half_to_float = intrinsic(_half_to_float)
     jit.float_to_half = intrinsic(_float_to_half)
     jit.bits_to_float = intrinsic(_bits_to_float)

@@ -74,18 +74,19 @@ atomic_add: Any = _compiled_only
 """atomic_add(address, n): add to the int64 there, give its old value."""
 address_of: Any = _compiled_only
 """address_of(array): the address of its first element."""
-affine8: Any = _compiled_only
-"""affine8(out, codes, right, mask, scale, shift): out[i] = ((codes[i] >> right) & mask) * scale[i] +
-shift[i] for eight numbers at these addresses, codes u16, the others f32; rounded once."""
-affine8_same: Any = _compiled_only
-"""affine8_same(out, codes, right, mask, scale, shift): the same with one f32 scale and shift."""
-affine8_planes: Any = _compiled_only
-"""affine8_planes(out, codes, right, high, high_right, scale, shift): affine8 of 3-bit codes, two
-bits from codes and the third from high."""
-affine8_planes_same: Any = _compiled_only
-"""affine8_planes_same(...): the same with one f32 scale and shift."""
-minifloat8: Any = _compiled_only
-"""minifloat8(out, codes, right, left, scale): out[i] = scale * the half whose sign is bit 7 of
-codes[i] >> right and whose other bits are bits 0 to 6, shifted left by `left`."""
+affine8x8: Any = _compiled_only
+"""affine8x8(out, stride, codes, right, mask, scale, shift): eight rows of eight f32, `stride` bytes
+apart: out[r, i] = ((codes[r, i] >> right) & mask) * scale[i] + shift[i], rounded once. codes are u16,
+eight rows that follow each other; scale and shift f32. All are addresses or integers."""
+affine8x8_columns: Any = _compiled_only
+"""affine8x8_columns(...): the same with scale[r] and shift[r]."""
+affine8x8_planes: Any = _compiled_only
+"""affine8x8_planes(out, stride, codes, right, high, high_right, scale, shift): affine8x8 of 3-bit
+codes, two bits from codes and the third from high."""
+affine8x8_planes_columns: Any = _compiled_only
+"""affine8x8_planes_columns(...): the same with scale[r] and shift[r]."""
+minifloat8x8: Any = _compiled_only
+"""minifloat8x8(out, stride, codes, right, left, scale): out[r, i] = scale (a f32) * the half whose
+sign is bit 7 of codes[r, i] >> right and whose other bits are bits 0 to 6, shifted by `left`."""
 bits_to_double: Any = _compiled_only
 """bits_to_double(i64): the float64 with these bits."""

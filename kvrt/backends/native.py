@@ -108,7 +108,7 @@ def _provide(folder: Path) -> tuple[Path, Manifest]:
     with paths.exclusive(folder / "compiling.lock", waiting):
         found = _find(folder)
         if found is None:
-            log.warning("compiling the CPU kernels, once for this version (about 20 s)")
+            log.warning("compiling the CPU kernels, once for this version (under a minute)")
             found = _build(folder)
     return found
 
@@ -268,7 +268,9 @@ def describe() -> list[tuple[str, bool, str]]:
         (
             "CPU kernels",
             True,
-            f"compiled: {found[0]}" if found else "not compiled yet; done at first use, about 20 s",
+            f"compiled: {found[0]}"
+            if found
+            else "not compiled yet; done at first use, under a minute",
         ),
         (
             "C compiler",
@@ -295,7 +297,7 @@ class Kernels:
             library, manifest = _provide(paths.kernels_dir())
             entries, self._keep = _load(library, manifest)
         except StorageError as error:
-            log.warning("compiling the CPU kernels for this run only (about 20 s): %s", error)
+            log.warning("compiling the CPU kernels for this run only (under a minute): %s", error)
             with tempfile.TemporaryDirectory(prefix="kvrt-", ignore_cleanup_errors=True) as folder:
                 library, manifest = _build(Path(folder))
                 entries, self._keep = _load(library, manifest)

@@ -3,8 +3,8 @@
 Keys arrive after RoPE at their positions. In the form `post` they stay so; `page` takes back the
 rotation of the page's first position, `pre` all of it. The bias of the key projection is left out
 of packed keys (their codes would spend their range on it), and had is a Hadamard transform along
-head_dim. Sinks and tail are kept in this basis too, so that a token means the same wherever it lies;
-attention changes the basis of the query and of the result, never that of a cached token.
+head_dim. Sinks and tail are kept in this basis too, so that a token means the same wherever it
+lies; attention changes the basis of the query and of the result, not that of a cached token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FORMS = {"post": POST, "page": PAGE, "pre": PRE}
 
 
 def hadamard_block(side: Side, head_dim: int) -> int:
-    """Size of the transform's blocks: the largest power of two that divides head_dim; 0 for none."""
+    """Size of the transform's blocks, the largest power of two that divides head_dim; 0: none."""
     return head_dim & -head_dim if side.had else 0
 
 

@@ -18,11 +18,11 @@ of 32 lanes x 16 bytes follow each other with growing s. Where n does not divide
 last words are narrower (16, then 8 bits, the second half in the middle): nothing is padded. Codes
 of 3 bits are a plane of their low 2 bits and, behind it, a plane of 1 bit.
 
-Scales and minima that go with columns (k) come in the order of `column_at`: the four that a lane needs
-of a tile are neighbours. Those that go with rows (M) come in natural order.
+Scales and minima that go with columns (k) come in the order of `column_at`: the four that a lane
+needs of a tile are neighbours. Those that go with rows (M) come in natural order.
 
-Between this order and arithmetic, codes are u16 arrays (cols / 8, rows, 8), where rows are M (tokens
-of K, channels of V) and cols are k. What follows such an array in memory is scratch of this module
+Between this order and arithmetic, codes are u16 arrays (cols / 8, rows, 8), where rows are M
+(tokens of K, channels of V) and cols are k. What follows such an array in memory is scratch of this module
 (`cpu_store.codes_bytes`): there, words are kept by unit, j and lane, the narrow ones widened.
 """
 
@@ -242,32 +242,21 @@ def unpack_affine(address, bits, is_value, codes, scales, shifts, by_rows, group
                 high = high_at + _unit(1, s, register) * UNIT_BYTES + j * 4 * LANES
                 if by_rows:
                     place = ((row >> group_bits) * cols + block * 8) * 4
-                    scale, shift = scales_at + place, shifts_at + place
-                    if bits == 3:
-                        for r in range(8):
-                            jit.affine8_planes(
-                                out + r * cols * 4, source + r * 16, right,
-                                high + r * 16, high_right, scale, shift,
-                            )  # fmt: skip
-                    else:
-                        for r in range(8):
-                            jit.affine8(
-                                out + r * cols * 4, source + r * 16, right, mask, scale, shift
-                            )
                 else:
-                    g = block * 8 >> group_bits
-                    if bits == 3:
-                        for r in range(8):
-                            jit.affine8_planes_same(
-                                out + r * cols * 4, source + r * 16, right,
-                                high + r * 16, high_right, scales[g, row + r], shifts[g, row + r],
-                            )  # fmt: skip
-                    else:
-                        for r in range(8):
-                            jit.affine8_same(
-                                out + r * cols * 4, source + r * 16, right, mask,
-                                scales[g, row + r], shifts[g, row + r],
-                            )  # fmt: skip
+                    place = ((block * 8 >> group_bits) * rows + row) * 4
+                scale, shift = scales_at + place, shifts_at + place
+                if by_rows and bits == 3:
+                    jit.affine8x8_planes(
+                        out, cols * 4, source, right, high, high_right, scale, shift
+                    )
+                elif by_rows:
+                    jit.affine8x8(out, cols * 4, source, right, mask, scale, shift)
+                elif bits == 3:
+                    jit.affine8x8_planes_columns(
+                        out, cols * 4, source, right, high, high_right, scale, shift
+                    )
+                else:
+                    jit.affine8x8_columns(out, cols * 4, source, right, mask, scale, shift)
 
 
 @jit.device
@@ -284,5 +273,4 @@ def unpack_minifloats(address, left, is_value, codes, scale, tile):
                 block, row = _place(is_value, tiles, s, j, register)
                 out = jit.address_of(tile) + (row * cols + block * 8) * 4
                 source = words_at + _unit(8, s, register) * UNIT_BYTES + j * 4 * LANES
-                for r in range(8):
-                    jit.minifloat8(out + r * cols * 4, source + r * 16, right, left, scale)
+                jit.minifloat8x8(out, cols * 4, source, right, left, scale)

@@ -44,9 +44,7 @@ class Layers:
             self._tail.append([ops.empty((heads, rows, dim), dtype) for dtype in dtypes])
             floats = codec_floats(layout)
             # Ones: what a scale is before it is measured.
-            self._states.append(
-                [ops.to_device(np.ones(state, np.float32)) for state, _ in floats]
-            )
+            self._states.append([ops.to_device(np.ones(state, np.float32)) for state, _ in floats])
             self._tables.append(
                 [
                     self._fitted(index, bool(is_value), spec, tables, size)

@@ -54,7 +54,7 @@ def table_entries(pages: int) -> int:
 
 
 def base_entries(spec: KVSpec, pages: int) -> int:
-    """Entries of the table of angles: blocks of the sinks, pages of the table, blocks of the tail."""
+    """Entries of the table of angles: blocks of the sinks, the page table's, those of the tail."""
     return -(-spec.sink // PAGE_TOKENS) + table_entries(pages) + tail_rows(spec) // PAGE_TOKENS
 
 
@@ -80,9 +80,7 @@ def codec_floats(layout: PageLayout) -> list[tuple[int, int]]:
 def _exact_bytes(geometry: Geometry, spec: KVSpec, rows: int) -> int:
     numbers = geometry.num_kv_heads * geometry.head_dim * rows
     return numbers * sum(
-        codec.exact_dtype.itemsize
-        for layout in layouts(geometry, spec)
-        for codec in layout.codecs
+        codec.exact_dtype.itemsize for layout in layouts(geometry, spec) for codec in layout.codecs
     )
 
 

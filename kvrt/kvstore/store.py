@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,14 @@ from .layers import FittedTables, Layers
 from .layout import Geometry
 from .rotary import Rotary
 from .spec import KVSpec
-from .stats import StoreStats, base_entries, bits_per_element, sealed_pages, table_entries, tail_rows
+from .stats import (
+    StoreStats,
+    base_entries,
+    bits_per_element,
+    sealed_pages,
+    table_entries,
+    tail_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,10 @@ class KVStore:
         self.ops = ops
         self.max_tokens = max_tokens
         self._debug = debug
-        self._extras = {"rotary": rotary, "key_bias": key_bias, "tables": tables, "debug": debug}
+        self._empty_twin = partial(
+            KVStore, geometry, spec, ops, max_tokens,
+            rotary=rotary, key_bias=key_bias, tables=tables, debug=debug,
+        )  # fmt: skip
         self._basis = Basis(geometry, spec, ops, rotary, key_bias)
         self._layers = Layers(geometry, spec, ops, self._basis, tables)
         self._rows = tail_rows(spec)
@@ -256,9 +267,7 @@ class KVStore:
             raise CodecError(f"there is no sealed page {page}, there are {len(self._state.slabs)}")
         for is_value, rows in enumerate((keys, values)):
             self.ops.gather(self._views[layer], bool(is_value), page, 1, rows)
-            self._basis.leave(
-                layer, bool(is_value), rows, self.spec.sink + page * PAGE_TOKENS
-            )
+            self._basis.leave(layer, bool(is_value), rows, self.spec.sink + page * PAGE_TOKENS)
 
     def read_exact(self, layer: int, keys: Any, values: Any, position: int) -> None:
         """Round keys, values (n, num_kv_heads, head_dim) f32 of positions position, ... in place.
@@ -340,7 +349,7 @@ class KVStore:
     def fork(self) -> KVStore:
         """A store that holds the same tokens and goes its own way. Sealed pages are shared."""
         self._recover()
-        other = KVStore(self.geometry, self.spec, self.ops, self.max_tokens, **self._extras)
+        other = self._empty_twin()
         other._layers.copy_from(self._layers)
         state = self._state
         other._state = replace(state, table=state.table.copy())
@@ -366,7 +375,9 @@ class KVStore:
         slabs = list(self._state.slabs)
         if len(slabs) < pages:
             while len(slabs) < pages:
-                slabs.append(self.ops.empty((self._layers.slab_bytes,), np.uint8))
+                slab = self.ops.empty((self._layers.slab_bytes,), np.uint8)
+                slab.fill(0)  # padding too: equal stores are equal byte for byte
+                slabs.append(slab)
             self._hold(slabs)
         self._extent.table_address = self.ops.address(self._state.table)
 

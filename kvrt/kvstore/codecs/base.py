@@ -88,8 +88,8 @@ class Packed:
     def check(self, is_value: bool, num_kv_heads: int, head_dim: int) -> None:
         if head_dim % 16:
             raise UnsupportedError(
-                f"{self.name} needs a head_dim that is a multiple of 16, this cache has {head_dim}; "
-                "f32, f16 and bf16 take any"
+                f"{self.name} needs a head_dim that is a multiple of 16, this cache has "
+                f"{head_dim}; f32, f16 and bf16 take any"
             )
 
     def code_bytes(self, head_dim: int) -> int:

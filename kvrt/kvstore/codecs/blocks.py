@@ -1,6 +1,6 @@
 """llama.cpp's q8_0 and q4_0: blocks of 32 channels of a token, an f16 scale each.
 
-Scales and codes are bit for bit those of `quantize_row_q8_0_ref` and `quantize_row_q4_0_ref` (ggml);
+Scales and codes are bit for bit those of ggml's `quantize_row_q8_0_ref` and `quantize_row_q4_0_ref`;
 only their places differ, since codes lie in fragment order and scales behind them.
 """
 
@@ -24,7 +24,7 @@ BLOCK = 32
 class Block(Packed):
     """One of llama.cpp's block formats."""
 
-    name: Literal["q8_0", "q4_0"]  # type: ignore[assignment]
+    name: Literal["q8_0", "q4_0"]
 
     number = 2
 
@@ -102,6 +102,4 @@ def block_decode(run, shared, side, is_value, head, heads, codes, scratch, tile)
             scales[g, t] = scale
             shifts[g, t] = zero * scale
     address = run + side[CODES]
-    fragment.unpack_affine(
-        address, bits, is_value, codes, scales, shifts, is_value, BLOCK, tile
-    )
+    fragment.unpack_affine(address, bits, is_value, codes, scales, shifts, is_value, BLOCK, tile)

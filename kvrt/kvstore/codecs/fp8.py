@@ -28,7 +28,7 @@ _LARGEST_HALF = np.float32(65504.0)
 class Fp8(Packed):
     """One of the two 8-bit floats."""
 
-    name: Literal["e4m3", "e5m2"]  # type: ignore[assignment]
+    name: Literal["e4m3", "e5m2"]
 
     number = 3
     code_bits = 8

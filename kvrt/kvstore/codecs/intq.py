@@ -4,8 +4,8 @@ A group is `group` consecutive tokens of one channel (axis channel) or `group` c
 of one token (axis token). Scales and minima are f16; a code is the nearest level of the rounded
 scale and minimum, ties to even, so that encode needs nothing that decode does not have.
 
-- asym (KIVI, arXiv 2402.02750): scale = (max - min) / (2^b - 1), x = code * scale + min. The minimum
-  is a float, never an integer zero-point; a range of 0 gives scale 0 and the exact value.
+- asym (KIVI, arXiv 2402.02750): scale = (max - min) / (2^b - 1), x = code * scale + min. The
+  minimum is a float, never an integer zero-point; a range of 0 gives scale 0 and the exact value.
 - sym (InnerQ, arXiv 2602.23200): 2^b - 1 levels, scale = max |x| / (2^(b-1) - 1).
 - hybrid (InnerQ): for each group the arm of the smaller L1 error, sym at b bits or asym at b - 1;
   the scale's sign bit tells them apart.
@@ -14,7 +14,6 @@ scale and minimum, ties to even, so that encode needs nothing that decode does n
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -146,7 +145,7 @@ def _fit(tile, by_token, outer, start, size, bits, mode):
 
 @jit.exact
 def intq_survey(tiles, side, is_value, first, shared):
-    """norm: the factor of each channel, sqrt(max |x|) over the first page; 1 for an empty channel."""
+    """norm: the factor of each channel, sqrt(max |x|) over the first page; 1 where all are 0."""
     factors = jit.array(side[STATE], (tiles.shape[0], tiles.shape[2]), np.float32)
     for head in range(tiles.shape[0]):
         for c in range(tiles.shape[2]):
@@ -158,7 +157,13 @@ def intq_survey(tiles, side, is_value, first, shared):
 
 @jit.exact
 def intq_encode(tile, side, is_value, head, heads, run, shared, codes):
-    bits, group, mode, by_rows, norm = side[OWN], side[OWN + 1], side[OWN + 2], side[OWN + 3], side[OWN + 4]
+    bits, group, mode, by_rows, norm = (
+        side[OWN],
+        side[OWN + 1],
+        side[OWN + 2],
+        side[OWN + 3],
+        side[OWN + 4],
+    )
     dim = tile.shape[1]
     if norm:
         factors = jit.array(side[STATE], (heads, dim), np.float32)
@@ -208,6 +213,4 @@ def intq_decode(run, shared, side, is_value, head, heads, codes, scratch, tile):
             else:
                 shifts[g, outer] = -middle * scale
     address = run + side[CODES]
-    fragment.unpack_affine(
-        address, bits, is_value, codes, scales, shifts, by_rows, group, tile
-    )
+    fragment.unpack_affine(address, bits, is_value, codes, scales, shifts, by_rows, group, tile)

@@ -293,7 +293,11 @@ def _spread_levels(codes, levels, scratch, centre, half, tile):
     """tile (rows, cols) = centre + half * levels[codes], centre and half (cols,)."""
     numbers = scratch[: tile.shape[0] * 8]
     for block in range(codes.shape[0]):
-        _levels_of(jit.array(jit.address_of(codes[block]), (codes.shape[1] * 8,), np.uint16), levels, numbers)
+        _levels_of(
+            jit.array(jit.address_of(codes[block]), (codes.shape[1] * 8,), np.uint16),
+            levels,
+            numbers,
+        )
         tiles.place_block(numbers, block, half, centre, tile)
 
 
