@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from kvrt.backends.cpu import CpuOps
 from kvrt.config import ModelConfig
 from kvrt.errors import CodecError, ContextFullError, UsageError
-from kvrt.generate import load
+from kvrt.generate import Model, load
 from kvrt.kvstore import Geometry, KVSpec, KVStore
 from kvrt.models import decoder as decoder_module
 from kvrt.models.decoder import Decoder
 from kvrt.models.families import expected_tensors, ignored_tensor
 from kvrt.weights import Weights
-from tests.helpers.compare import assert_close
-from tests.helpers.refs import reference_forward, reference_logits
+from tests.helpers.compare import assert_close, max_error
+from tests.helpers.faded_store import FadedStore
+from tests.helpers.refs import attention, reference_forward, reference_logits
 from tests.helpers.stores import contents, read
 from tests.helpers.tiny_model import CASES, write_case, write_tiny_model
 from tests.helpers.tolerances import tolerance
@@ -239,6 +240,160 @@ def test_an_interrupted_step_can_be_done_again(made: Any, monkeypatch: pytest.Mo
         got, want = model.decoder.decode(token, store), model.decoder.decode(token, fresh)
         assert np.array_equal(got, want)
     assert contents(store) == contents(fresh)
+
+
+# --- what the tokens of a prefill see ---
+
+SINKS_AND_WINDOWS = ["", ",sink=4", ",window=30", ",sink=5,window=17", ",window=200"]
+
+
+def stepwise(model: Made, store: KVStore, ids: list[int] = IDS) -> np.ndarray:
+    return np.stack([model.decoder.decode(token, store) for token in ids])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3-window", "llama-gqa7"])
+@pytest.mark.parametrize("rest", SINKS_AND_WINDOWS)
+def test_a_packed_history_is_what_decode_sees(made: Any, name: str, rest: str) -> None:
+    """Also over what is cached already, and where pages are sealed in the middle of a call."""
+    model = made(name)
+    spec = KVSpec.parse(f"k=f32,v=f32{rest}")
+    faded = [FadedStore(geometry_of(model.config), spec, model.decoder.ops, 4096) for _ in range(4)]
+    expected = stepwise(model, faded[0])
+    for store, sizes in zip(faded[1:], ([LENGTH], [1, 66, 83], [64, 70, 16]), strict=True):
+        start, parts = 0, []
+        for size in sizes:
+            parts.append(
+                model.decoder.prefill(
+                    IDS[start : start + size], store, all_logits=True, history="packed"
+                )
+            )
+            start += size
+        assert_close(np.concatenate(parts), expected, tolerance("split", "f32"), str(sizes))
+        step = model.decoder.decode(7, store)
+        store.truncate(LENGTH)
+        assert_close(step, model.decoder.decode(7, faded[0]), tolerance("split", "f32"), "after")
+        faded[0].truncate(LENGTH)
+
+
+@pytest.mark.parametrize("rest", ["", ",sink=4", ",sink=5,window=17"])
+def test_an_exact_history_is_not_what_decode_sees(made: Any, rest: str) -> None:
+    """The tests beside this one would pass if nothing were ever packed."""
+    model = made("llama")
+    spec = KVSpec.parse(f"k=f32,v=f32{rest}")
+    store, stepped = (
+        FadedStore(geometry_of(model.config), spec, model.decoder.ops, 4096) for _ in range(2)
+    )
+    exact = model.decoder.prefill(IDS, store, all_logits=True, history="exact")
+    assert_close(exact, model.reference, tolerance("logits", "f32"))
+    change = np.abs(stepwise(model, stepped) - exact).max(axis=1)  # (LENGTH,)
+    first = spec.sink + spec.window + 64  # the first position that reads a page
+    assert change[:first].max() < 1e-4 and change[first:].min() > 0.01
+    assert change[first:].max() > 0.5
+
+
+@pytest.mark.parametrize("kv", ["f16", "bf16", "k=f16,v=bf16,sink=4,window=30"])
+def test_a_packed_history_rounds_the_exact_tokens_too(made: Any, kv: str) -> None:
+    """A 16-bit cache: each token sees even itself as the tail holds it."""
+    model = made("llama")
+    stepped = stepwise(model, model.store(kv))
+    packed = model.decoder.prefill(IDS, model.store(kv), all_logits=True, history="packed")
+    exact = model.decoder.prefill(IDS, model.store(kv), all_logits=True)
+    rounding = np.abs(stepped - exact).mean()
+    assert rounding > 1e-4  # there is something to see
+    assert np.abs(stepped - packed).mean() < 0.1 * rounding  # but for numbers at a boundary
+
+
+LOSSY = [
+    "k=int4:channel:g64:had,v=int4:token:g64:had,sink=4,window=30",
+    "k=int2:channel:g32,v=int2:token:g32",
+    "k=int3:channel:g32:pre,v=int2:token:g32,sink=5,window=17",
+    "k=int2:channel:g64:page:had,v=int8:token:g64,window=10",
+    "k=int3:token:g32:sym:norm,v=int2:channel:g32:hybrid,sink=3",
+    "k=q4_0,v=q4_0,window=9",
+    "k=e5m2,v=e4m3,sink=4",
+]
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """A model whose heads are wide enough for every group."""
+    folder = tmp_path_factory.mktemp("wide")
+    write_tiny_model(folder, head_dim=64, tokenizer=True)
+    return load(str(folder))
+
+
+@pytest.mark.parametrize("kv", LOSSY)
+@pytest.mark.parametrize("sizes", [[LENGTH], [70, 67, 13]])
+def test_a_packed_history_of_real_codes(wide: Model, kv: str, sizes: list[int]) -> None:
+    """As close as codes at a boundary allow, far closer than the format is to the exact model."""
+    decoder, spec = wide.decoder, KVSpec.parse(kv)
+    stepped, store = wide.new_store(spec), wide.new_store(spec)
+    expected = np.stack([decoder.decode(token, stepped) for token in IDS])
+    exact = decoder.logits(decoder.trace(IDS))
+    parts, start = [], 0
+    for size in sizes:
+        ids = IDS[start : start + size]
+        parts.append(decoder.prefill(ids, store, all_logits=True, history="packed"))
+        start += size
+    loss = np.abs(expected - exact).mean()
+    assert loss > 2e-3
+    assert np.abs(np.concatenate(parts) - expected).mean() < 0.1 * loss
+
+
+def test_an_interrupted_packed_prefill_leaves_no_trace(made: Any) -> None:
+    model = made("llama")
+    store = model.store("k=f16,v=f16,sink=4,window=30")
+    model.decoder.prefill(IDS[:50], store)
+    before = contents(store)
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.decoder.prefill(IDS[50:], store, history="packed", progress=interrupt)
+    assert contents(store) == before
+
+
+def test_hidden_rows_become_logits_piece_by_piece(made: Any) -> None:
+    model = made("llama-tied")
+    rows = model.decoder.hidden(IDS, model.store(), history="packed")
+    assert rows.shape == (LENGTH, model.config.hidden_size)
+    pieces = [model.decoder.logits(rows[start : start + 64]) for start in range(0, LENGTH, 64)]
+    assert_close(np.concatenate(pieces), model.reference, tolerance("logits", "f32"))
+
+
+# --- the exact pass without a store ---
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3-window", "llama-yarn"])
+def test_a_trace_shows_queries_keys_and_values(tmp_path: Path, ops: CpuOps, name: str) -> None:
+    config = write_case(tmp_path, name)
+    decoder = open_decoder(tmp_path, config, ops)
+    reference = reference_forward(tmp_path, IDS[:70])
+    seen = []
+
+    def visit(layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+        seen.append(layer)
+        assert_close(k, reference.keys[layer], tolerance("linear", "f32"), f"keys {layer}")
+        assert_close(v, reference.values[layer], tolerance("linear", "f32"), f"values {layer}")
+        heads = (x.astype(np.float64) for x in (q, k, v))
+        _, probabilities = attention(*heads, config.windows[layer])
+        assert max_error(probabilities, reference.attention[layer]) < 1e-4, layer
+
+    counted: list[tuple[int, int]] = []
+    rows = decoder.trace(IDS[:70], visit, progress=lambda a, b: counted.append((a, b)))
+    assert seen == list(range(config.num_layers))
+    assert counted == [(layer + 1, config.num_layers) for layer in seen]
+    assert_close(decoder.logits(rows), reference.logits, tolerance("logits", "f32"))
+    alone = decoder.trace(IDS[:70])
+    assert_close(alone, rows, tolerance("split", "f32"))
+
+
+def test_a_trace_refuses_wrong_tokens(made: Any) -> None:
+    with pytest.raises(UsageError, match="token id 320 is outside"):
+        made("llama").decoder.trace([1, 320])
+    with pytest.raises(UsageError, match="no tokens"):
+        made("llama").decoder.trace([])
 
 
 def test_progress_counts_layers(made: Any) -> None:

@@ -1,0 +1,257 @@
+"""--kv, --kv-k, --kv-v and --calibration: what they make together and what a command gets."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrt.cli.kv_options import resolve_kv
+from kvrt.cli.main import run
+from kvrt.cli.options import ModelChoice, open_model
+from kvrt.errors import KvrtError, UnsupportedError, UsageError
+from kvrt.kvstore import PRESETS, Geometry, KVSpec, bits_per_element, bytes_per_token, fixed_bytes
+from tests.helpers.tiny_model import write_tiny_model
+
+
+@pytest.mark.parametrize(
+    ("kv", "kv_k", "kv_v", "default", "spec"),
+    [
+        (None, None, None, "f16", "f16"),
+        (None, None, None, "kvrt4", "kvrt4"),
+        ("q8_0", None, None, "kvrt4", "q8_0"),
+        (" k=q8_0 , v=q8_0 ", None, None, "kvrt4", "q8_0"),
+        # Without --kv a side replaces that of f16, whatever the default is, as in llama.cpp.
+        (None, "q8_0", None, "kvrt4", "k=q8_0,v=f16"),
+        (None, None, "q4_0", "kvrt4", "k=f16,v=q4_0"),
+        (None, "q8_0", "q8_0", "kvrt4", "q8_0"),
+        (None, "int4:g64:channel:page", "int2:token:g32", "f16",
+         "k=int4:channel:g64:page,v=int2:token:g32"),
+        # With it sinks, window and single layers stay.
+        ("kvrt2", "f16:page", None, "f16",
+         "k=f16:page,v=int2:token:g64:had,sink=4,window=128"),
+        ("kivi2,layers[0]=f8", None, "bf16", "f16",
+         "k=int2:channel:g32,v=bf16,window=128,layers[0]=f8"),
+        ("kvrt2", None, "int3:token:g64:had", "f16", "kvrt3"),
+    ],
+)  # fmt: skip
+def test_resolve(
+    kv: str | None, kv_k: str | None, kv_v: str | None, default: str, spec: str
+) -> None:
+    assert resolve_kv(kv, kv_k, kv_v, default) == spec
+
+
+@pytest.mark.parametrize("word", ["f32", "f16", "bf16", "q8_0", "q4_0"])
+def test_the_words_of_llama_cpp_are_sides(word: str) -> None:
+    assert resolve_kv(None, word, word, "kvrt4") == word
+
+
+@pytest.mark.parametrize(
+    ("kv", "kv_k", "kv_v", "kind", "start"),
+    [
+        ("kvrt5", None, None, UsageError, "--kv: unknown cache format 'kvrt5'"),
+        ("kvrt5", "f16", None, UsageError, "--kv: unknown cache format 'kvrt5'"),
+        ("f16", "f61", None, UsageError, "--kv-k: cache format 'k=f61': unknown codec"),
+        (None, None, "q5_0", UsageError, "--kv-v: cache format 'v=q5_0': unknown codec"),
+        (None, None, "f16:page", UnsupportedError, "--kv-v: cache format 'v=f16:page': page is"),
+        (None, "kvrt4", None, UsageError, "--kv-k: kvrt4 is a format of keys and values"),
+        (None, "f16,v=f16", None, UsageError, "--kv-k: cache format 'k=f16,v=f16': unknown codec"),
+        (None, "", None, UsageError, "--kv-k: cache format 'k=': unknown codec ''"),
+        ("", None, None, UsageError, "--kv: unknown cache format ''"),
+    ],
+)
+def test_an_error_names_the_option(
+    kv: str | None, kv_k: str | None, kv_v: str | None, kind: type[KvrtError], start: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve_kv(kv, kv_k, kv_v, "f16")
+    assert type(caught.value) is kind
+    assert str(caught.value).startswith(start)
+
+
+class Loaded(Exception):
+    """Raised in place of loading a model."""
+
+
+@dataclass
+class Loads:
+    """What `kvrt.load` was called with."""
+
+    model: str | None = None
+    options: dict[str, Any] | None = None
+
+    def __call__(self, model: str, **options: Any) -> None:
+        self.model, self.options = model, options
+        raise Loaded
+
+    def command(self, *args: str) -> dict[str, Any]:
+        """Run a command line up to the loading of its model."""
+        self.options = None
+        assert run(args) == 1  # by Loaded
+        assert self.options is not None
+        return self.options
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> Loads:
+    spy = Loads()
+    monkeypatch.setattr("kvrt.generate.load", spy)
+    return spy
+
+
+def model_of(folder: Path, head_dim: int, max_context: int = 256) -> str:
+    write_tiny_model(folder / "m", head_dim=head_dim, max_context=max_context)
+    return str(folder / "m")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return model_of(tmp_path, head_dim=64)
+
+
+@pytest.mark.parametrize(
+    ("flags", "spec"),
+    [
+        (["--kv", "kivi2"], "kivi2"),
+        (["--kv=k=q8_0,v=f16"], "k=q8_0,v=f16"),
+        (["-ctk", "q8_0", "-ctv", "q4_0"], "k=q8_0,v=q4_0"),
+        (["-ctk=q8_0"], "k=q8_0,v=f16"),
+        (["--cache-type-k", "bf16", "--cache-type-v", "f32"], "k=bf16,v=f32"),
+        (["--kv-k", "q8_0", "--kv-v", "f8"], None),
+        (["--kv-v", "int4:token:g64", "--kv", "kvrt4"],
+         "k=int4:channel:g64:had,v=int4:token:g64,sink=4,window=128"),
+        (["-c", "64", "-ctv", "q8_0", "-t", "1"], "k=f16,v=q8_0"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_the_flags_reach_load(
+    command: str, flags: list[str], spec: str | None, loads: Loads, model: str, capsys: Any
+) -> None:
+    if spec is None:  # a preset is no side
+        assert run([command, "-m", model, "-p", "a", *flags]) == 2
+        assert "--kv-v: f8 is a format of keys and values" in capsys.readouterr().err
+        return
+    assert loads.command(command, "-m", model, "-p", "a", *flags)["kv"] == spec
+
+
+@pytest.mark.parametrize("flag", ["--kv", "--kv-k", "-ctk", "--kv-v", "-ctv", "--cache-type-v"])
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_an_unknown_format_is_refused_before_anything_is_loaded(
+    command: str, flag: str, loads: Loads, capsys: Any
+) -> None:
+    assert run([command, "-m", "/nowhere/model", "-p", "a", flag, "int99"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "int99" in err and "/nowhere" not in err
+    assert loads.options is None
+
+
+def test_the_defaults(loads: Loads, model: str, capsys: Any) -> None:
+    assert loads.command("generate", "-m", model, "-p", "a")["kv"] == "f16"
+    assert loads.command("chat", "-m", model, "-p", "a")["kv"] == "kvrt4"
+    assert "does not fit" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("head_dim", "context", "why"), [(80, 256, "80"), (64, 131, "132")])
+def test_a_default_that_does_not_fit_is_f16_and_says_so(
+    head_dim: int,
+    context: int,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+) -> None:
+    model = model_of(tmp_path, head_dim, context)
+    monkeypatch.setattr("kvrt.generate.load", lambda name, **options: options["kv"])
+    choice = ModelChoice(model, "kvrt4", None, "cpu", None, kv_is_default=True)
+    assert open_model(choice) == "f16"
+    said = capsys.readouterr().err
+    assert said.startswith("kvrt: the default cache format kvrt4 does not fit this model (")
+    assert why in said and said.count("\n") == 1
+    # What a person asked for is never replaced.
+    assert open_model(replace(choice, kv_is_default=False)) == "kvrt4"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_failed_load_says_only_why(loads: Loads, tmp_path: Path, capsys: Any) -> None:
+    loads.command("chat", "-m", model_of(tmp_path, head_dim=80), "-p", "a")
+    assert "does not fit" not in capsys.readouterr().err
+
+
+def test_only_a_format_that_no_flag_names_is_a_default(monkeypatch: Any, capsys: Any) -> None:
+    seen: list[ModelChoice] = []
+
+    def stop(choice: ModelChoice) -> None:
+        seen.append(choice)
+        raise Loaded
+
+    monkeypatch.setattr("kvrt.cli.chat.open_model", stop)
+    for flags in ([], ["--kv", "kvrt4"], ["-ctk", "f16"], ["-ctv", "f16"]):
+        assert run(["chat", "-m", "m", "-p", "a", *flags]) == 1
+    assert [(choice.kv, choice.kv_is_default) for choice in seen] == [
+        ("kvrt4", True), ("kvrt4", False), ("f16", False), ("f16", False),
+    ]  # fmt: skip
+
+
+def test_a_calibration_reaches_load_only_if_given(loads: Loads, model: str, tmp_path: Path) -> None:
+    args = ["generate", "-m", model, "-p", "a", "--kv", "kvquant3"]
+    assert "calibration" not in loads.command(*args)
+    file = str(tmp_path / "c.safetensors")
+    assert loads.command(*args, "--calibration", file)["calibration"] == file
+
+
+def test_an_impossible_calibration_path_is_refused(loads: Loads, capsys: Any) -> None:
+    assert run(["generate", "-m", "/nowhere/model", "-p", "a", "--calibration", ""]) == 2
+    assert "--calibration: the path is empty" in capsys.readouterr().err
+    assert loads.options is None
+
+
+def test_the_help_says_the_default_of_each_command(capsys: Any) -> None:
+    for command, default in (("chat", "kvrt4"), ("generate", "f16")):
+        assert run([command, "--help"]) == 0
+        assert f"[default: {default}]" in " ".join(capsys.readouterr().out.split())
+
+
+# --- info ---
+
+
+def test_info_prices_every_preset(tmp_path: Path, capsys: Any) -> None:
+    model = model_of(tmp_path, head_dim=64)
+    asked = [flag for name in PRESETS for flag in ("--kv", name)]
+    assert run(["info", model, *asked, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["kv"]
+    shape = Geometry(2, 2, 64)
+    assert rows == [
+        {
+            "spec": name,
+            "bits_per_element": bits_per_element(shape, spec),
+            "bytes_per_token": bytes_per_token(shape, spec),
+            "fixed_bytes": fixed_bytes(shape, spec),
+        }
+        for name, spec in PRESETS.items()
+    ]
+    assert run(["info", model, "--kv", "v=f16, k=int4:g64:channel"]) == 0
+    assert "k=int4:channel:g64,v=f16 " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("kvrt5", "--kv: unknown cache format 'kvrt5'"),
+        ("kvrt4", "v=int4:token:g64:had"),
+        ("q8_0", "k=q8_0"),
+        ("f16,layers[2]=f8", "layers[2]"),
+    ],
+)
+def test_info_refuses_what_does_not_fit(spec: str, words: str, tmp_path: Path, capsys: Any) -> None:
+    model = model_of(tmp_path, head_dim=80)
+    assert run(["info", model, "--kv", "f16", "--kv", spec]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert words in err
+
+
+def test_a_spec_is_a_text_that_load_takes() -> None:
+    text = resolve_kv("kvrt4,layers[0-1]=f16", "f16:page", None, "f16")
+    assert str(KVSpec.parse(text)) == text
