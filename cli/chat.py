@@ -53,7 +53,9 @@ AT_THE_PROMPT = "(Ctrl-D or /exit leaves; Ctrl-C stops an answer)"
 @predict_option(default=-1)
 @sampling_options
 @click.option(
-    "--session", metavar="FILE", help="Go on with this conversation, and save it there again."
+    "--session",
+    metavar="FILE",
+    help="Go on with this conversation, and save it there again (.json: its text alone).",
 )
 @click.option("--color/--no-color", "color", default=None, help="Colour, where it is a terminal.")
 @click.pass_context
@@ -242,12 +244,16 @@ def converse(
 def saved_at_exit(chat: Chat, path: Path | None) -> Iterator[Callable[[], None]]:
     """Save the conversation however the block ends; gives a function that saves it at once.
 
-    An error that ends the block is not hidden by one of the saving.
+    What is in the file already is not written again. An error that ends the block is not hidden by
+    one of the saving.
     """
+    saved: list[Any] = []
 
     def save() -> None:
-        if path is not None:
+        state = [chat.messages, list(chat.session.tokens)]
+        if path is not None and not (state == saved and path.exists()):
             chat.save(path)
+            saved[:] = state
 
     try:
         yield save

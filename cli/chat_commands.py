@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..conversation import is_text
 from ..errors import UsageError
 from .console import format_bytes, note, read_text_file, timing_lines, user_path
 from .options import SAMPLING, sampling_with
@@ -87,12 +88,16 @@ def _read(talk: Talk, path: str) -> None:
 def _save(talk: Talk, path: str) -> None:
     target = user_path(_needed(path, "/save"), "/save")
     talk.chat.save(target)
-    note(f"saved {len(talk.chat.messages)} messages to {target}")
+    cache = "" if is_text(target) else f" and their cache ({format_bytes(target.stat().st_size)})"
+    note(f"saved {len(talk.chat.messages)} messages{cache} to {target}")
 
 
 def _load(talk: Talk, path: str) -> None:
+    before = talk.chat.session
     talk.chat.load(user_path(_needed(path, "/load"), "/load"))
-    note(f"loaded {len(talk.chat.messages)} messages from {path}")
+    session = talk.chat.session
+    cache = "" if session is before else f" and a cache of {len(session.tokens):,} tokens"
+    note(f"loaded {len(talk.chat.messages)} messages{cache} from {path}")
 
 
 def _stats(talk: Talk, _: str) -> None:
@@ -151,7 +156,7 @@ COMMANDS = (
     ChatCommand("/regen", "", "answer the last message once more", _regen),
     ChatCommand("/system", "TEXT", 'set the system message; "" removes it', _system),
     ChatCommand("/read", "FILE", "put a text file before the next message", _read),
-    ChatCommand("/save", "FILE", "write the conversation to a file", _save),
+    ChatCommand("/save", "FILE", "save with the cache; as text alone to FILE.json", _save),
     ChatCommand("/load", "FILE", "go on with a saved conversation", _load),
     ChatCommand("/stats", "", "speed, cache and memory", _stats),
     ChatCommand("/set", "NAME VALUE", "change a sampling parameter or n; alone: show them", _set),

@@ -25,6 +25,7 @@ COMMANDS = {
     "generate": "Continue a text.",
     "eval": "Measure what cache formats cost in quality.",
     "info": "Show a model's shape and what its cache costs.",
+    "calibrate": "Fit the tables that some cache formats need.",
     "pull": "Fetch a model.",
     "convert": "Turn a GGUF file into a model folder.",
     "doctor": "Show what is installed, which devices there are and what works.",

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .backends.memory import peak_resident_bytes
-from .errors import ContextFullError, StorageError, UnsupportedError, UsageError
+from .conversation import Message, as_text, from_json, is_text, new_message, to_json
+from .errors import ContextFullError, StorageError, TemplateError, UnsupportedError, UsageError
 from .paths import atomic_write
 from .sampler import SamplingParams
-from .session import Cancel, FinishReason, PrefillProgress, Step, Timings
+from .session import Cancel, FinishReason, PrefillProgress, Session, Step, Timings, common_prefix
+from .tensor_file import is_tensor_file
 
 if TYPE_CHECKING:
     from .generate import Model
 
-FILE_FORMAT = "kvrt-chat"
-FILE_VERSION = 1
 
-Message = dict[str, str]
+_CONVERSATION = "conversation"  # its name among the texts of a saved cache
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Chat:
     def set_system(self, text: str | None) -> None:
         """Set, or with None or "" remove, the system message; the rest of the history stays."""
         rest = self.messages if self.system is None else self.messages[1:]
-        self.messages = [_message("system", text), *rest] if text else list(rest)
+        self.messages = [new_message("system", text), *rest] if text else list(rest)
 
     def send(
         self,
@@ -100,7 +99,7 @@ class Chat:
         """
         if not text.strip():
             raise UsageError("the message is empty")
-        return self._answer([*self.messages, _message("user", text)], cancel, progress)
+        return self._answer([*self.messages, new_message("user", text)], cancel, progress)
 
     def regen(
         self, *, cancel: Cancel | None = None, progress: PrefillProgress | None = None
@@ -122,24 +121,67 @@ class Chat:
         self.finish_reason = None
 
     def save(self, path: str | Path) -> None:
-        """Write the conversation as JSON, whole or not at all. Raises StorageError."""
-        data = {
-            "format": FILE_FORMAT,
-            "version": FILE_VERSION,
-            "model": self.model.name,
-            "messages": self.messages,
-        }
-        text = json.dumps(data, ensure_ascii=False, indent=1) + "\n"
-        atomic_write(Path(path), text.encode("utf-8"))
+        """Write the conversation and its cache to a file, whole or not at all.
+
+        A path that ends in .json gets the conversation alone, as text. Raises StorageError.
+        """
+        path, name = Path(path), as_text(self.model.name)
+        text = to_json(self.messages, name)
+        if is_text(path):
+            atomic_write(path, text.encode("utf-8"))
+        else:
+            self._own_session().save(path, {_CONVERSATION: text, "model_name": name})
 
     def load(self, path: str | Path) -> None:
-        """Replace the conversation by a saved one.
+        """Replace the conversation by a saved one, of either kind.
 
-        The cache follows at the next answer, keeping what both have in common. Raises StorageError
-        if the file cannot be read or holds no conversation; the chat is then as it was.
+        It goes on from the cache in the file; without one the cache follows at the next answer,
+        keeping what both have in common. Raises StorageError for a file that cannot be read, is
+        damaged or holds no conversation, UnsupportedError for a cache of another model, format or
+        calibration, ContextFullError for one that is too long; the chat is then as it was.
         """
-        self.messages = _read_conversation(Path(path))
+        path = Path(path)
+        try:
+            with_cache = is_tensor_file(path)
+            text = "" if with_cache else path.read_bytes()
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+        if not with_cache:
+            messages, session = from_json(text, path), self.session
+        else:
+            messages, session = self._load_cache(path)
+        # A session that is ahead of the messages is one whose next answer keeps less of it.
+        self.session = session
+        self.messages = messages
         self.finish_reason = None
+
+    def _load_cache(self, path: Path) -> tuple[list[Message], Session]:
+        try:
+            session, metadata = self.session.load(path)
+        except (UnsupportedError, ContextFullError) as error:
+            raise type(error)(
+                f"{error} (saved as .json, a conversation goes on anywhere, without its cache)"
+            ) from None
+        text = metadata.get(_CONVERSATION)
+        if text is None:
+            raise StorageError(f"{path} holds a cache without a conversation")
+        size = self.model.config.vocab_size
+        if not all(0 <= token_id < size for token_id in session.tokens):
+            raise StorageError(f"{path}: damaged: token ids beyond the vocabulary of {size}")
+        return from_json(text, path), session
+
+    def _own_session(self) -> Session:
+        """The session, without what its cache still has of an earlier conversation."""
+        try:
+            ids = self.model.tokenizer.encode_chat(self.messages, add_generation_prompt=False)
+        except TemplateError:  # nothing of the cache can be of use to it as it is
+            ids = []
+        kept = common_prefix(self.session.tokens, ids)
+        if kept == len(self.session.tokens):
+            return self.session
+        session = self.session.fork()
+        session.truncate(kept)
+        return session
 
     def stats(self) -> ChatStats:
         """Figures of the conversation and its last answer."""
@@ -186,53 +228,4 @@ class Chat:
             if self.finish_reason is None:
                 self.finish_reason = "interrupted"
             if answer or self.finish_reason != "interrupted":
-                self.messages = [*messages, _message("assistant", answer)]
-
-
-def _message(role: str, content: str) -> Message:
-    try:
-        content.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UsageError(
-            f"the {role} message is not valid Unicode at character {error.start}"
-        ) from None
-    return {"role": role, "content": content}
-
-
-def _read_conversation(path: Path) -> list[Message]:
-    try:
-        data = json.loads(path.read_bytes().decode("utf-8"))
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise StorageError(f"{path} is not a saved conversation: {error}") from error
-    if not isinstance(data, dict) or data.get("format") != FILE_FORMAT:
-        raise StorageError(f"{path} is not a saved conversation: no format {FILE_FORMAT!r} in it")
-    if data.get("version") != FILE_VERSION:
-        raise StorageError(
-            f"{path} has conversation format version {data.get('version')!r}, "
-            f"expected {FILE_VERSION}"
-        )
-    return _checked_messages(data.get("messages"), path)
-
-
-def _checked_messages(value: Any, path: Path) -> list[Message]:
-    """An optional system message, then user and assistant in turn, ending with the assistant."""
-    if not isinstance(value, list):
-        raise StorageError(f"{path} holds no list of messages")
-    messages: list[Message] = []
-    for number, item in enumerate(value):
-        role = item.get("role") if isinstance(item, dict) else None
-        content = item.get("content") if isinstance(item, dict) else None
-        turns = number - (messages[0]["role"] == "system" if messages else 0)
-        expected = ("user", "assistant")[turns % 2]
-        if not isinstance(content, str) or not (
-            role == expected or (role == "system" and number == 0)
-        ):
-            raise StorageError(
-                f"{path}: message {number + 1} should be text by the {expected}, got {role!r}"
-            )
-        messages.append(_message(str(role), content))
-    if messages and messages[-1]["role"] == "user":
-        raise StorageError(f"{path}: the last message has no answer")
-    return messages
+                self.messages = [*messages, new_message("assistant", answer)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import index
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from .session import Cancel, FinishReason, PrefillProgress, Session, Step, Timin
 
 if TYPE_CHECKING:
     from .backends import Ops
+    from .calibrations import Calibrations
     from .chat import Chat
     from .config import ModelConfig
     from .kvstore import Geometry, KVSpec, KVStore
@@ -108,6 +110,7 @@ class Model:
         weight_bytes: int,
         new_store: Callable[[KVSpec], KVStore],
         sampling: SamplingParams,
+        fingerprint: Callable[[], str],
     ) -> None:
         self.name = name
         self.config = config
@@ -119,6 +122,7 @@ class Model:
         self.weight_bytes = weight_bytes
         self.sampling = sampling
         self._new_store = new_store
+        self._make_fingerprint = fingerprint
 
     def __repr__(self) -> str:
         return (
@@ -126,13 +130,18 @@ class Model:
             f"max_context={self.max_context})"
         )
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """What tells this model from others: the hash that saved caches and calibrations carry."""
+        return self._make_fingerprint()
+
     def new_store(self, spec: KVSpec | None = None) -> KVStore:
         """An empty cache of this model's geometry and context limit; None is its own format."""
         return self._new_store(spec or self.spec)
 
     def new_session(self) -> Session:
         """A session with an empty cache, for callers that feed tokens themselves."""
-        return Session(self.decoder, self.tokenizer, self.new_store())
+        return Session(self.decoder, self.tokenizer, self.new_store(), lambda: self.fingerprint)
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Next-token logits after each of `token_ids`: (n, vocab_size) f32, from an empty cache.
@@ -248,7 +257,8 @@ def load(
 ) -> Model:
     """Load a model folder or a pulled model by name.
 
-    `kv` names the cache format; `max_context` limits the cached tokens (default: the model's own
+    `kv` names the cache format; `calibration` the file that nuq formats need, where the model has
+    none of its own; `max_context` limits the cached tokens (default: the model's own
     limit; memory is taken as the cache grows); `threads` defaults to all cores; `debug` has the
     cache refuse keys and values that are not finite. Everything that can be refused is refused
     before a weight is read. Raises ModelNotFoundError, UsageError or
@@ -258,7 +268,9 @@ def load(
     from . import hub
     from .backends import check_device, get_ops
     from .backends.memory import release_freed
+    from .calibrations import Calibrations
     from .config import ModelConfig
+    from .fingerprint import model_fingerprint
     from .kvstore import KVSpec
     from .models.decoder import Decoder
     from .models.families import expected_tensors, ignored_tensor
@@ -283,6 +295,9 @@ def load(
     weights = Weights.open(folder, expected_tensors(config), ignored_tensor)
     ops = get_ops(device, threads)  # last, since it may compile kernels
     decoder = Decoder(config, weights, ops)
+    calibrations = Calibrations(folder, calibration, config, weights)
+    if spec.calibrated:
+        calibrations.get()  # what is missing is missed now
     return Model(
         name=path_or_name,
         config=config,
@@ -292,8 +307,9 @@ def load(
         spec=spec,
         max_context=limit,
         weight_bytes=weights.nbytes,
-        new_store=_store_maker(decoder, limit, debug),
+        new_store=_store_maker(decoder, limit, calibrations, debug),
         sampling=sampling,
+        fingerprint=lambda: model_fingerprint(config, weights),
     )
 
 
@@ -306,19 +322,20 @@ def cache_geometry(config: ModelConfig) -> Geometry:
     )
 
 
-def _store_maker(decoder: Decoder, limit: int, debug: bool) -> Callable[[KVSpec], KVStore]:
+def _store_maker(
+    decoder: Decoder, limit: int, calibrations: Calibrations, debug: bool
+) -> Callable[[KVSpec], KVStore]:
     """A function that makes empty caches for a decoder, in any format."""
-    from .kvstore import KVStore, Rotary
+    from .kvstore import KVStore
 
     config = decoder.config
-    rope = config.rope
-    rotary = Rotary(rope.inverse_frequencies(config.head_dim), rope.attention_scaling())
     biases = decoder.key_biases if config.has_constant_key_bias else None
 
     def new_store(spec: KVSpec) -> KVStore:
         return KVStore(
             cache_geometry(config), spec, decoder.ops, limit,
-            rotary=rotary, key_bias=biases, debug=debug,
+            rotary=decoder.rotary, key_bias=biases,
+            calibration=calibrations.get() if spec.calibrated else None, debug=debug,
         )  # fmt: skip
 
     return new_store

@@ -74,7 +74,7 @@ def storage_errors(path: Path | str) -> Iterator[None]:
         raise storage_error(path, error) from error
 
 
-def atomic_write(path: Path, data: bytes | Iterable[bytes]) -> None:
+def atomic_write(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None:
     """Write a file under a temporary name, then rename it: readers see the old file or the new.
 
     Raises StorageError. Nothing is left behind on failure; an old file stays as it was.

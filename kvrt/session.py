@@ -6,14 +6,15 @@ keys and values lie at position i of the store. Everything else (Model, Chat) go
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from .errors import ContextFullError, UsageError
+from .errors import ContextFullError, StorageError, UsageError
 
 if TYPE_CHECKING:
     from .kvstore import KVStore
@@ -141,9 +142,15 @@ class Session:
     """
 
     def __init__(
-        self, decoder: SessionDecoder, tokenizer: SessionTokenizer, store: KVStore
+        self,
+        decoder: SessionDecoder,
+        tokenizer: SessionTokenizer,
+        store: KVStore,
+        fingerprint: Callable[[], str] = str,
     ) -> None:
+        """`fingerprint` identifies the model in saved files; it is asked only there."""
         self._decoder = decoder
+        self._fingerprint = fingerprint
         self._tokenizer = tokenizer
         self.store = store
         self.tokens: list[int] = []
@@ -153,6 +160,48 @@ class Session:
         """Forget every token."""
         self.store.clear()
         self.tokens.clear()
+
+    def truncate(self, count: int) -> None:
+        """Keep the first `count` tokens."""
+        del self.tokens[count:]
+        self._agree()
+
+    def fork(self) -> Session:
+        """A session that holds the same tokens and goes its own way."""
+        self._agree()
+        return self._with(self.store.fork(), list(self.tokens))
+
+    def save(self, path: Path, metadata: Mapping[str, str] | None = None) -> None:
+        """Write cache and token ids to a file, whole or not at all, with further texts by name.
+
+        Raises StorageError.
+        """
+        from .kvstore import save_store
+
+        self._agree()
+        save_store(
+            self.store, path,
+            model=self._fingerprint(), token_ids=self.tokens, metadata=metadata,
+        )  # fmt: skip
+
+    def load(self, path: Path) -> tuple[Session, dict[str, str]]:
+        """A new session with what `save` wrote, and the texts; this one stays as it is.
+
+        Raises StorageError for a file that cannot be read or is damaged, UnsupportedError for one
+        of another model, cache format or calibration, ContextFullError where it does not fit.
+        """
+        from .kvstore import load_store
+
+        loaded = load_store(path, self.store, model=self._fingerprint())
+        tokens = loaded.token_ids or []
+        if len(tokens) != len(loaded.store):
+            raise StorageError(f"{path}: a cache without token ids, so it cannot be gone on with")
+        return self._with(loaded.store, tokens), loaded.metadata
+
+    def _with(self, store: KVStore, tokens: list[int]) -> Session:
+        session = Session(self._decoder, self._tokenizer, store, self._fingerprint)
+        session.tokens = tokens
+        return session
 
     def check_fits(self, count: int) -> None:
         """Raise ContextFullError if `count` tokens are more than the cache may hold."""
@@ -176,7 +225,7 @@ class Session:
             raise UsageError("no tokens to feed: the prompt is empty")
         self.check_fits(len(ids))
         self._agree()
-        kept = min(_common_prefix(self.tokens, ids), len(ids) - 1)
+        kept = min(common_prefix(self.tokens, ids), len(ids) - 1)
         if kept < len(self.tokens):
             del self.tokens[kept:]
             self.store.truncate(kept)
@@ -289,7 +338,8 @@ def _cancellable(progress: PrefillProgress | None, cancel: Cancel | None) -> Pre
     return check
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many ids two lists have in common from the first on."""
     for at, (left, right) in enumerate(zip(a, b)):
         if left != right:
             return at

@@ -18,6 +18,7 @@ import numpy as np
 from ..backends.ops import Linear, Ops
 from ..config import ModelConfig
 from ..errors import CodecError, UsageError
+from ..kvstore.rotary import Rotary
 from .history import segments_of
 
 if TYPE_CHECKING:
@@ -76,6 +77,20 @@ class Decoder:
             return None
         shape = (self.config.num_kv_heads, self.config.head_dim)
         return [layer.k.bias.reshape(shape) for layer in self._layers]  # type: ignore[union-attr]
+
+    @property
+    def rotary(self) -> Rotary:
+        """The rotation of this model's keys."""
+        return Rotary(self._frequencies, self._amplitude)
+
+    def output_gains(self, layer: int) -> np.ndarray:
+        """How strongly a layer's output projection passes each attention channel on.
+
+        (num_heads, head_dim) f32: the norms of its columns.
+        """
+        weight = self._layers[layer].o.weight
+        columns = self.ops.to_host(weight.array).astype(np.float32)  # (hidden_size, heads * dim)
+        return np.linalg.norm(columns, axis=0).reshape(self.config.num_heads, -1)
 
     def _vector(self, array: np.ndarray) -> Any:
         return self.ops.to_device(array.astype(np.float32))

@@ -48,6 +48,14 @@ def _add(x, bias, sign):
         x[i] += np.float32(sign) * bias[i]
 
 
+@jit.exact
+def _hold(x):
+    """Hold x to what float32 can sum up: the difference of two infinities would be a NaN."""
+    for i in range(x.shape[0]):
+        value = np.float32(1e30) if x[i] > np.float32(1e30) else x[i]
+        x[i] = np.float32(-1e30) if value < np.float32(-1e30) else value
+
+
 @jit.kernel
 def change_basis(
     thread, begin, end,
@@ -68,6 +76,8 @@ def change_basis(
     for t in range(begin, end):
         for h in range(heads):
             row = x[t, h]
+            if inwards:
+                _hold(row)
             if block and not inwards:
                 cpu_math.hadamard(row, block)
             if turns and inwards:

@@ -2,6 +2,7 @@
 
 from .layout import Geometry, PageLayout
 from .rotary import Rotary
+from .serialize import Loaded, load_store, save_store
 from .spec import PRESETS, KVSpec, Side
 from .stats import StoreStats, bits_per_element, bytes_per_token, estimate, fixed_bytes
 from .store import KVStore
@@ -11,6 +12,7 @@ __all__ = [
     "Geometry",
     "KVSpec",
     "KVStore",
+    "Loaded",
     "PageLayout",
     "Rotary",
     "Side",
@@ -19,4 +21,6 @@ __all__ = [
     "bytes_per_token",
     "estimate",
     "fixed_bytes",
+    "load_store",
+    "save_store",
 ]

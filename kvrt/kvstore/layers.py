@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,25 +12,21 @@ from ..backends.ops import Ops
 from ..backends.view import Extent, PageView
 from ..errors import CodecError
 from .basis import FORMS, Basis, hadamard_block
-from .codecs import IntQ, TileCodec
+from .codecs import IntQ, Nuq
 from .layout import Geometry
 from .spec import KVSpec
 from .stats import codec_floats, layouts, tail_rows
 
-
-class FittedTables(Protocol):
-    """Where codecs that need fitted tables get them: a calibration."""
-
-    def tables(self, layer: int, is_value: bool, codec: TileCodec, rope: str) -> np.ndarray:
-        """The numbers (table_floats,) f32 of one layer and side."""
-        ...
+if TYPE_CHECKING:
+    from ..calibration import Calibration
 
 
 class Layers:
     """Arrays of all layers of one store."""
 
     def __init__(
-        self, geometry: Geometry, spec: KVSpec, ops: Ops, basis: Basis, tables: FittedTables | None
+        self, geometry: Geometry, spec: KVSpec, ops: Ops, basis: Basis,
+        calibration: Calibration | None,
     ):
         """Raises CodecError where a codec needs fitted tables and there are none."""
         self._ops = ops
@@ -47,7 +43,7 @@ class Layers:
             self._states.append([ops.to_device(np.ones(state, np.float32)) for state, _ in floats])
             self._tables.append(
                 [
-                    self._fitted(index, bool(is_value), spec, tables, size)
+                    self._fitted(index, bool(is_value), spec, calibration, size)
                     for is_value, (_, size) in enumerate(floats)
                 ]
             )
@@ -58,14 +54,15 @@ class Layers:
         self.settings = ops.to_device(self._host_settings)
 
     def _fitted(
-        self, layer: int, is_value: bool, spec: KVSpec, tables: FittedTables | None, size: int
+        self, layer: int, is_value: bool, spec: KVSpec, calibration: Calibration | None,
+        size: int,
     ) -> Any:
         side = spec.sides(layer)[is_value]
-        if not side.codec.calibrated:
+        if not isinstance(side.codec, Nuq):
             return self._ops.empty((0,))
-        if tables is None:
+        if calibration is None:
             raise CodecError(f"cache format {side} needs a calibration; `kvrt calibrate` makes one")
-        numbers = tables.tables(layer, is_value, side.codec, side.rope)
+        numbers = side.codec.tables(calibration, layer, is_value, side.rope)
         if numbers.shape != (size,):
             raise CodecError(f"layer {layer}: {numbers.shape} fitted numbers, {side} needs {size}")
         return self._ops.to_device(numbers)
@@ -135,8 +132,13 @@ class Layers:
         return [part for pair in self._states for part in pair]
 
     @property
+    def table_arrays(self) -> list[Any]:
+        """Fitted tables: f32, K and V of each layer."""
+        return [part for pair in self._tables for part in pair]
+
+    @property
     def codec_arrays(self) -> list[Any]:
-        return self.state_arrays + [part for pair in self._tables for part in pair]
+        return self.state_arrays + self.table_arrays
 
     def copy_from(self, other: Layers) -> None:
         """Take over what another store of the same format holds outside of pages."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from ..backends.ops import PAGE_TOKENS, Ops
 from ..backends.view import Extent, PageView
 from ..errors import CodecError, ContextFullError, UnsupportedError
 from .basis import Basis
-from .layers import FittedTables, Layers
+from .layers import Layers
 from .layout import Geometry
 from .rotary import Rotary
 from .spec import KVSpec
@@ -32,6 +32,9 @@ from .stats import (
     table_entries,
     tail_rows,
 )
+
+if TYPE_CHECKING:
+    from ..calibration import Calibration
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,20 @@ class _State:
     journal: list[Any] | None = None
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Where the tokens of a store lie. Sealed pages may be shared, so all is for reading.
+
+    slabs: sealed pages, each (bytes of all layers,) u8; `sinks` rows of the layers' sinks are in
+    use, and the slots tail_slots (n,) i64 of their tails, in order of position.
+    """
+
+    slabs: Sequence[Any]
+    sinks: int
+    tail_slots: np.ndarray
+    layers: Layers
+
+
 class KVStore:
     """Keys and values of one sequence, in the format of a `KVSpec`.
 
@@ -69,13 +86,13 @@ class KVStore:
         *,
         rotary: Rotary | None = None,
         key_bias: Sequence[Any] | None = None,
-        tables: FittedTables | None = None,
+        calibration: Calibration | None = None,
         debug: bool = False,
     ):
         """Allocate sinks, tail and tables; pages come as they are needed.
 
         `rotary` is needed where keys are not kept as they come (pre, page, a bias); `key_bias` has
-        an array (num_kv_heads, head_dim) f32 for each layer; `tables` come from a calibration.
+        an array (num_kv_heads, head_dim) f32 for each layer; `calibration` has the tables of nuq.
         `debug` refuses keys and values that are not finite. Raises UnsupportedError where the
         format does not fit the geometry, CodecError where something that it needs is missing.
         """
@@ -86,13 +103,15 @@ class KVStore:
         self.spec = spec
         self.ops = ops
         self.max_tokens = max_tokens
+        self.rotary = rotary
+        self.key_bias = key_bias
         self._debug = debug
-        self._empty_twin = partial(
+        self.empty_twin = partial(
             KVStore, geometry, spec, ops, max_tokens,
-            rotary=rotary, key_bias=key_bias, tables=tables, debug=debug,
+            rotary=rotary, key_bias=key_bias, calibration=calibration, debug=debug,
         )  # fmt: skip
         self._basis = Basis(geometry, spec, ops, rotary, key_bias)
-        self._layers = Layers(geometry, spec, ops, self._basis, tables)
+        self._layers = Layers(geometry, spec, ops, self._basis, calibration)
         self._rows = tail_rows(spec)
         self._extending: int | None = None  # tokens that are being added
         self._state = _State(0, (), *self._make_tables(()))
@@ -221,7 +240,7 @@ class KVStore:
             self.spec.sink, self._state.origin, measure,
         )  # fmt: skip
 
-    def _slot(self, position: int) -> int:
+    def _slot(self, position: Any) -> Any:
         return (position - self.spec.sink + self._state.origin) % self._rows
 
     def _write(self, layer: int, position: int, k: Any, v: Any) -> None:
@@ -349,12 +368,28 @@ class KVStore:
     def fork(self) -> KVStore:
         """A store that holds the same tokens and goes its own way. Sealed pages are shared."""
         self._recover()
-        other = self._empty_twin()
+        other = self.empty_twin()
         other._layers.copy_from(self._layers)
-        state = self._state
-        other._state = replace(state, table=state.table.copy())
-        other._set_extent(len(other))
+        # Without pages that an interrupted step reserved: both would seal into them.
+        other.adopt(len(self), self.parts().slabs, self._state.origin)
         return other
+
+    def parts(self) -> Parts:
+        """Where the tokens lie, for `serialize`; valid until the store changes."""
+        self._recover()
+        length, pages = len(self), sealed_pages(self.spec, len(self))
+        sinks = min(length, self.spec.sink)
+        tail = np.arange(sinks + pages * PAGE_TOKENS, length)  # (n,) positions
+        return Parts(self._state.slabs[:pages], sinks, self._slot(tail), self._layers)
+
+    def adopt(self, tokens: int, slabs: Sequence[Any], origin: int = 0) -> None:
+        """Hold so many tokens, the sealed ones in these slabs; for an empty store.
+
+        The others are where `parts` says then. `origin` is a slot as in `_State`.
+        """
+        table, bases = self._make_tables(slabs)
+        self._state = _State(tokens, tuple(slabs), table, bases, origin)
+        self._set_extent(tokens)
 
     # Memory
 

@@ -144,5 +144,6 @@ def fake_model(
         "ops": SimpleNamespace(name="cpu", device_name="fake", threads=1),
         "new_store": lambda spec: FakeStore(max_context),
         "sampling": sampling or SamplingParams(),
+        "fingerprint": lambda: "fake",
     }
     return Model(name="fake", spec="f16", max_context=max_context, weight_bytes=0, **fakes)

@@ -119,6 +119,21 @@ def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     return out
 
 
+def turned(x: np.ndarray, angles: np.ndarray) -> np.ndarray:
+    """x (n, heads, dim) with each pair (i, i + dim/2) as a complex number, turned; f64."""
+    half = x.shape[-1] // 2
+    pairs = x[..., :half].astype(np.float64) + 1j * x[..., half:]  # (n, heads, half)
+    pairs = pairs * np.exp(1j * angles)[:, None]
+    return np.concatenate([pairs.real, pairs.imag], axis=-1)
+
+
+def hadamard_matrix(size: int) -> np.ndarray:
+    """H[i, j] = (-1)^(ones common to i and j) / sqrt(size)."""
+    common = np.arange(size)[:, None] & np.arange(size)
+    ones = np.array([[bin(number).count("1") for number in row] for row in common])
+    return (-1.0) ** ones / np.sqrt(size)
+
+
 def attention(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -1,14 +1,28 @@
 """Stores for tests: seeded keys and values, every way to fill a store, and what is in it."""
 
+import hashlib
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvrt.backends.ops import Ops
 from kvrt.kvstore import Geometry, KVSpec, KVStore
 
+from .codecs import FittedTables, rotary_for
+
 GEOMETRY = Geometry(num_layers=2, num_kv_heads=2, head_dim=8)
+
+PLAIN_SPECS = (
+    "f32",
+    "f16",
+    "bf16",
+    "k=f32,v=f16,window=1",
+    "k=f16,v=f16,sink=4,window=100",
+    "k=bf16,v=f32,sink=70",
+    "k=f16,v=bf16,sink=64,window=64",
+)
+"""Formats that give back just what went in, rounded to their float; any head_dim fits."""
 
 
 class Tokens(NamedTuple):
@@ -33,9 +47,16 @@ def random_tokens(count: int, geometry: Geometry = GEOMETRY, seed: int = 0) -> T
 
 
 def new_store(
-    ops: Ops, spec: str = "f16", geometry: Geometry = GEOMETRY, max_tokens: int = 4096
+    ops: Ops,
+    spec: str = "f16",
+    geometry: Geometry = GEOMETRY,
+    max_tokens: int = 16384,
+    **extras: Any,
 ) -> KVStore:
-    return KVStore(geometry, KVSpec.parse(spec), ops, max_tokens)
+    """A store with everything that any format may need; `extras` go to KVStore."""
+    extras.setdefault("rotary", rotary_for(geometry))
+    extras.setdefault("calibration", FittedTables(geometry))
+    return KVStore(geometry, KVSpec.parse(spec), ops, max_tokens, **extras)
 
 
 def append(store: KVStore, tokens: Tokens) -> None:
@@ -88,17 +109,27 @@ def read(store: KVStore) -> Tokens:
     return Tokens(np.stack([k for k, _ in layers]), np.stack([v for _, v in layers]))
 
 
-def contents(store: KVStore) -> dict[str, bytes]:
-    """The bytes that hold tokens: pages, sinks and tail in order of position, scales, counts."""
+def contents(store: KVStore) -> dict[str, str]:
+    """What holds tokens: pages, sinks and tail in order of position, scales, as hashes; counts."""
     extent, host, layers = store.view(0).extent, store.ops.to_host, store._layers
     slots = [(extent.tail_slot + i) % store._rows for i in range(extent.tail_tokens)]
-    out = {"counts": repr((len(store), extent.sinks, extent.pages, extent.tail_tokens)).encode()}
-    out["pages"] = b"".join(page_bytes(store))
-    out["sinks"] = b"".join(host(a)[:, : extent.sinks].tobytes() for a in layers.sink_arrays)
-    out["tail"] = b"".join(host(a)[:, slots].tobytes() for a in layers.tail_arrays)
-    if extent.pages:
-        out["scales"] = b"".join(host(a).tobytes() for a in layers.state_arrays)
+    parts = {
+        "pages": store._state.slabs,
+        "sinks": [host(array)[:, : extent.sinks] for array in layers.sink_arrays],
+        "tail": [host(array)[:, slots] for array in layers.tail_arrays],
+        "scales": layers.state_arrays if extent.pages else [],
+    }
+    out = {name: digest(host(array) for array in part) for name, part in parts.items()}
+    out["counts"] = repr((len(store), extent.sinks, extent.pages, extent.tail_tokens))
     return out
+
+
+def digest(parts: Iterable[np.ndarray]) -> str:
+    """The sha256 of arrays' bytes."""
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(part.tobytes())
+    return whole.hexdigest()
 
 
 def page_bytes(store: KVStore) -> list[bytes]:
@@ -117,3 +148,33 @@ def arrays(store: KVStore) -> list[np.ndarray]:
 def stored(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """What float32 numbers are once kept in a stored type, as f32."""
     return array.astype(dtype).astype(np.float32)
+
+
+def exact_dtypes(spec: KVSpec, layer: int = 0) -> tuple[np.dtype, np.dtype]:
+    """The types of keys and values in sinks and tail."""
+    k, v = spec.sides(layer)
+    return k.codec.exact_dtype, v.codec.exact_dtype
+
+
+def assert_holds(store: KVStore, expected: Tokens) -> None:
+    """A store of one of PLAIN_SPECS gives back these tokens, and no others."""
+    k, v = exact_dtypes(store.spec)
+    got = read(store)
+    assert np.array_equal(got.keys, stored(expected.keys, k))
+    assert np.array_equal(got.values, stored(expected.values, v))
+
+
+def attend(
+    store: KVStore, q: np.ndarray, layer: int = 0, window: int | None = None, scale: float = 0.125
+) -> np.ndarray:
+    """Attention of one query (heads, head_dim) f32 over a layer, into an output full of NaN."""
+    out = store.ops.empty(q.shape)
+    out.fill(np.nan)
+    store.ops.attend(on_device(store, q), store.view(layer), scale, window, out)
+    return store.ops.to_host(out)
+
+
+def queries(count: int, heads: int, dim: int, seed: int = 9) -> np.ndarray:
+    """Queries of spread 2, so that attention is far from uniform: (count, heads, dim) f32."""
+    rng = np.random.default_rng(seed)
+    return 2 * rng.standard_normal((count, heads, dim), dtype=np.float32)

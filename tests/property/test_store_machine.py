@@ -1,6 +1,8 @@
 """KVStore against a plain list of tokens, under any sequence of calls."""
 
 from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -17,8 +19,16 @@ from hypothesis.stateful import (
 
 from kvrt.backends.cpu import CpuOps
 from kvrt.errors import CodecError, ContextFullError
-from kvrt.kvstore import Geometry, KVSpec, estimate
-from tests.helpers.stores import Tokens, append, extend, new_store, read, stored
+from kvrt.kvstore import Geometry, KVSpec, estimate, load_store, save_store
+from tests.helpers.stores import (
+    Tokens,
+    append,
+    exact_dtypes,
+    extend,
+    new_store,
+    read,
+    stored,
+)
 
 TINY = Geometry(num_layers=2, num_kv_heads=1, head_dim=2)
 SPECS = [
@@ -117,6 +127,12 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.truncate(len(self.ids) + 1)
 
     @rule()
+    def save_and_load(self) -> None:
+        with TemporaryDirectory() as folder:
+            save_store(self.store, Path(folder) / "x")
+            self.store = load_store(Path(folder) / "x", self.store).store
+
+    @rule()
     def clear(self) -> None:
         self.store.clear()
         self.ids.clear()
@@ -130,8 +146,9 @@ class StoreMachine(RuleBasedStateMachine):
         assert stats.bytes == estimate(TINY, self.spec, len(self.ids))
         assert stats.tokens == len(self.ids)
         got, want = read(self.store), numbered(self.ids)
-        assert np.array_equal(got.keys, stored(want.keys, self.spec.k.exact_dtype))
-        assert np.array_equal(got.values, stored(want.values, self.spec.v.exact_dtype))
+        k, v = exact_dtypes(self.spec)
+        assert np.array_equal(got.keys, stored(want.keys, k))
+        assert np.array_equal(got.values, stored(want.values, v))
 
 
 def test_any_sequence_of_calls(ops: CpuOps) -> None:

@@ -1,14 +1,32 @@
 """Chat on a scripted decoder: history, cache reuse, regen, interruptions, limits, files."""
 
 import json
+import os
 from pathlib import Path
+from types import CodeType
 
 import pytest
 
+import kvrt
+from kvrt import chat as chat_module
+from kvrt import session as session_module
 from kvrt.chat import Chat
-from kvrt.errors import ContextFullError, StorageError, UnsupportedError, UsageError
+from kvrt.conversation import to_json
+from kvrt.errors import (
+    ContextFullError,
+    KvrtError,
+    StorageError,
+    TemplateError,
+    UnsupportedError,
+    UsageError,
+)
+from kvrt.generate import Model
+from kvrt.kvstore import serialize
 from kvrt.sampler import SamplingParams
 from tests.helpers.fake_model import HELLO, fake_model, reply
+from tests.helpers.interrupts import interrupt_at
+from tests.helpers.stores import contents
+from tests.helpers.tiny_model import write_tiny_model
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -252,3 +270,271 @@ def test_stats_tell_the_cache_and_the_last_answer() -> None:
     assert stats.cache_bytes == 10 * stats.cached_tokens
     assert stats.timings.generated_tokens == 5
     assert stats.peak_bytes > 0
+
+
+# Saved with the cache, on real (tiny) models
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    write_tiny_model(folder, tokenizer=True, max_context=1000, vocab_size=259, head_dim=32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(model_dir: Path) -> Model:
+    return kvrt.load(str(model_dir), kv="k=int4:channel:g32,v=int4:token:g32,sink=4", threads=1)
+
+
+LETTERS = SamplingParams(seed=1, logit_bias=tuple((letter, 100.0) for letter in range(97, 123)))
+"""Answers of letters alone, which are the same tokens when they are read again."""
+
+
+def told(model: Model, *texts: str, sampling: SamplingParams = LETTERS) -> Chat:
+    """A chat that was told these, with short answers."""
+    chat = Chat(model, "sys", sampling, max_tokens=40)
+    for text in texts:
+        list(chat.send(text))
+    return chat
+
+
+def test_a_chat_goes_on_from_its_cache_as_if_it_had_never_stopped(
+    model: Model, tmp_path: Path
+) -> None:
+    chat = told(model, "one", "two é 😀\0")
+    chat.save(tmp_path / "c.kv")
+    other = Chat(model, max_tokens=40)
+    other.load(tmp_path / "c.kv")
+    assert other.messages == chat.messages and len(other.messages) == 5
+    cached = len(chat.session.tokens)
+    assert other.session.tokens == chat.session.tokens and cached > 140
+    assert contents(other.session.store) == contents(chat.session.store)
+    assert_goes_on_alike(other, chat)
+    assert other.session.timings.reused_tokens == cached
+
+
+def assert_goes_on_alike(chat: Chat, other: Chat) -> None:
+    for each in (chat, other):
+        each.set_sampling(SamplingParams(seed=5))  # no file holds a sampler's state
+    assert list(chat.send("and then?")) == list(other.send("and then?"))
+    assert chat.session.timings.reused_tokens == other.session.timings.reused_tokens > 0
+    assert chat.session.tokens == other.session.tokens
+    assert contents(chat.session.store) == contents(other.session.store)
+
+
+def test_an_answer_that_reads_as_other_tokens_is_computed_again(
+    model: Model, tmp_path: Path
+) -> None:
+    """As it is without saving: random bytes are no UTF-8, so their text has other ids."""
+    chat = told(model, "one", "two", sampling=SamplingParams(seed=1))
+    chat.save(tmp_path / "c.kv")
+    other = Chat(model, max_tokens=40)
+    other.load(tmp_path / "c.kv")
+    assert 0 < len(other.session.tokens) < len(chat.session.tokens)
+    assert_goes_on_alike(other, chat)
+
+
+def test_saving_changes_nothing(model: Model, tmp_path: Path) -> None:
+    chat, never = told(model, "one"), told(model, "one")
+    before, tokens = contents(chat.session.store), list(chat.session.tokens)
+    chat.set_system("another")  # so that most of the cache is not of this conversation
+    chat.save(tmp_path / "c.kv")
+    assert contents(chat.session.store) == before and chat.session.tokens == tokens
+    never.set_system("another")
+    assert list(chat.send("two")) == list(never.send("two"))
+
+
+def test_an_empty_chat_is_saved_and_loaded(model: Model, tmp_path: Path) -> None:
+    chat = model.chat()
+    chat.save(tmp_path / "c.kv")
+    other = told(model, "one")
+    other.load(tmp_path / "c.kv")
+    assert other.messages == [] and other.session.tokens == []
+
+
+def test_what_a_file_is_is_told_by_its_content(model: Model, tmp_path: Path) -> None:
+    chat = told(model, "one")
+    chat.save(tmp_path / "c.json")
+    chat.save(tmp_path / "c.kv")
+    (tmp_path / "c.json").rename(tmp_path / "text")
+    (tmp_path / "c.kv").rename(tmp_path / "cache.json")
+    for name, cached in (("text", 0), ("cache.json", len(chat.session.tokens))):
+        other = model.chat()
+        other.load(tmp_path / name)
+        assert other.messages == chat.messages
+        assert len(other.session.tokens) == cached
+
+
+def test_a_text_keeps_the_cache_that_it_has_in_common(model: Model, tmp_path: Path) -> None:
+    chat = told(model, "one", "two")
+    chat.save(tmp_path / "c.JSON")
+    session = chat.session
+    chat.load(tmp_path / "c.JSON")
+    assert chat.session is session
+    list(chat.send("three"))
+    assert chat.session.timings.reused_tokens > 100
+
+
+def test_a_former_conversation_is_not_saved_with_the_next(model: Model, tmp_path: Path) -> None:
+    """Its ids, keys and values are still in the cache until the next answer."""
+    told(model, "harmless").save(tmp_path / "other.json")
+    chat = told(model, "a secret")
+    chat.load(tmp_path / "other.json")
+    chat.save(tmp_path / "c.kv")
+    other = model.chat()
+    other.load(tmp_path / "c.kv")
+    text = model.tokenizer.decode(other.session.tokens)
+    assert "sys" in text and "secret" not in text
+    assert "secret" in model.tokenizer.decode(chat.session.tokens)
+    chat.set_system(None)
+    chat.clear()
+    chat.save(tmp_path / "c.kv")
+    other.load(tmp_path / "c.kv")
+    assert other.session.tokens == []
+
+
+def test_a_conversation_that_the_template_refuses_is_saved_without_a_cache(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = told(model, "one")
+
+    def refuse(*_: object, **how: object) -> None:
+        raise TemplateError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.tokenizer, "encode_chat", refuse)
+        chat.save(tmp_path / "c.kv")
+    other = model.chat()
+    other.load(tmp_path / "c.kv")
+    assert other.messages == chat.messages and other.session.tokens == []
+
+
+def test_an_interrupted_answer_is_saved_in_part(model: Model, tmp_path: Path) -> None:
+    chat = told(model, "one")
+    pieces = chat.send("two")
+    for _ in range(5):
+        next(pieces)
+    with pytest.raises(KeyboardInterrupt):
+        pieces.throw(KeyboardInterrupt)
+    chat.save(tmp_path / "c.kv")
+    other = model.chat()
+    other.load(tmp_path / "c.kv")
+    assert other.messages == chat.messages
+    assert len(other.session.store) == len(other.session.tokens) > 50
+
+
+def refused(chat: Chat, path: Path, error: type[KvrtError]) -> str:
+    """The message, on one line; the chat goes on as if it had not been asked."""
+    messages, session = chat.messages, chat.session
+    tokens, held = list(session.tokens), contents(session.store)
+    with pytest.raises(error) as caught:
+        chat.load(path)
+    assert type(caught.value) is error
+    message = str(caught.value)
+    assert path.name in message and "\n" not in message
+    assert chat.messages is messages and chat.session is session
+    assert session.tokens == tokens and contents(session.store) == held
+    return message
+
+
+def test_the_cache_of_another_format_is_refused_and_the_chat_goes_on(
+    model: Model, model_dir: Path, tmp_path: Path
+) -> None:
+    other = kvrt.load(str(model_dir), kv="q8_0", threads=1)
+    chat, never = told(other, "one"), told(other, "one")
+    told(model, "else").save(tmp_path / "c.kv")
+    message = refused(chat, tmp_path / "c.kv", UnsupportedError)
+    assert f"start with --kv {model.spec}" in message and "saved as .json" in message
+    assert list(chat.send("two")) == list(never.send("two"))
+    assert contents(chat.session.store) == contents(never.session.store)
+
+
+def test_the_cache_of_another_model_is_refused(model: Model, tmp_path: Path) -> None:
+    write_tiny_model(
+        tmp_path / "m", tokenizer=True, max_context=1000, vocab_size=259, head_dim=32, seed=1
+    )
+    other = kvrt.load(str(tmp_path / "m"), kv=str(model.spec), threads=1)
+    assert other.fingerprint != model.fingerprint
+    told(other, "one").save(tmp_path / "c.kv")
+    message = refused(told(model, "one"), tmp_path / "c.kv", UnsupportedError)
+    assert "saved with another model" in message and f"start with -m {tmp_path / 'm'}" in message
+
+
+def test_a_cache_beyond_the_context_limit_is_refused(
+    model: Model, model_dir: Path, tmp_path: Path
+) -> None:
+    small = kvrt.load(str(model_dir), kv=str(model.spec), threads=1, max_context=100)
+    chat = told(model, "one", "two")
+    chat.save(tmp_path / "c.kv")
+    message = refused(small.chat(), tmp_path / "c.kv", ContextFullError)
+    assert f"{len(chat.session.tokens)} tokens, more than the context limit of 100" in message
+
+
+def test_caches_that_are_no_conversations_are_refused(model: Model, tmp_path: Path) -> None:
+    path, chat = tmp_path / "c.kv", told(model, "one")
+    session = chat.session
+    session.save(path)
+    assert "a cache without a conversation" in refused(chat, path, StorageError)
+    session.save(path, {"conversation": "[]"})
+    assert "not a saved conversation" in refused(chat, path, StorageError)
+    beyond = session.fork()
+    beyond.tokens[0] = 259
+    beyond.save(path, {"conversation": to_json(chat.messages, "m")})
+    assert "beyond the vocabulary of 259" in refused(chat, path, StorageError)
+    write_tiny_model(tmp_path / "m")
+    assert "no saved cache" in refused(chat, tmp_path / "m" / "model.safetensors", StorageError)
+    chat.save(path)
+    for size in (9, 500, path.stat().st_size - 1):
+        os.truncate(path, size)
+        refused(chat, path, StorageError)
+        chat.save(path)
+
+
+def test_a_save_that_fails_leaves_the_old_file_and_the_chat(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, chat = tmp_path / "c.kv", told(model, "one")
+    chat.save(path)
+    old, messages = path.read_bytes(), list(chat.messages)
+    list(chat.send("two"))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            chat.save(path)
+    assert path.read_bytes() == old and [each.name for each in tmp_path.iterdir()] == ["c.kv"]
+    other = model.chat()
+    other.load(path)
+    assert other.messages == messages
+    chat.save(path)
+    other.load(path)
+    assert other.messages == chat.messages
+
+
+def in_the_loading(code: CodeType) -> bool:
+    return code.co_filename in (chat_module.__file__, session_module.__file__, serialize.__file__)
+
+
+# A file that is interrupted while it is opened is closed by the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupted_load_leaves_one_conversation_or_the_other(
+    model: Model, tmp_path: Path
+) -> None:
+    """And ids that agree with the cache."""
+    first, second = told(model, "one"), told(model, "two")
+    second.save(tmp_path / "c.kv")
+    held = [(each.session.tokens, contents(each.session.store)) for each in (first, second)]
+    chat = told(model)
+    for line in range(1, 1000):
+        chat.messages, chat.session = first.messages, first.session.fork()
+        came = interrupt_at(line, lambda: chat.load(tmp_path / "c.kv"), in_the_loading)
+        assert chat.messages in (first.messages, second.messages)
+        assert (chat.session.tokens, contents(chat.session.store)) in held
+        if not came:
+            break
+    assert 40 < line < 999
+    assert chat.messages == second.messages and chat.session.tokens == second.session.tokens

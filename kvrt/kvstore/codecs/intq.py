@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from ...backends import jit
+from ...backends import cpu_math, jit
 from ...backends.ops import PAGE_TOKENS
 from ...errors import UnsupportedError
 from .. import fragment
@@ -97,8 +97,8 @@ def _nearest(x, scale, minimum, top):
 
 @jit.exact
 def _half(x):
-    """x as it is once stored in f16."""
-    return jit.half_to_float(jit.float_to_half(x))
+    """x as it is once stored in f16, whose largest number stands for all beyond."""
+    return jit.half_to_float(cpu_math.float_to_half(x))
 
 
 @jit.exact

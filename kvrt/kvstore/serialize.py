@@ -1,0 +1,226 @@
+"""Save and load a store: a safetensors file of every byte that holds a token.
+
+Tensors: `pages` (pages, bytes of all layers) U8 as they are sealed; for each layer i and side (k or
+v) `layers.i.k.sinks`, `layers.i.k.tail` (num_kv_heads, tokens, head_dim) in order of position, and
+`layers.i.k.scales`, what the codec measured on the first sealed page; `token_ids` (tokens,) I32 if
+they are given. What is empty is left out. The metadata say what must agree for these bytes to mean
+anything: model, geometry, RoPE, bias of the keys, format, fitted tables.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from ..errors import ContextFullError, KvrtError, StorageError, UnsupportedError
+from ..fields import shown
+from ..tensor_file import Tensor, TensorFile, write_tensors
+from .layout import FORMAT_VERSION
+from .spec import KVSpec
+from .stats import sealed_pages
+from .store import KVStore
+
+FORMAT = "kvrt-cache"
+
+_U8, _I32 = np.dtype(np.uint8), np.dtype(np.int32)
+
+_DIFFERENCES = {
+    "model": "saved with another model",
+    "geometry": "saved with a model of another shape",
+    "rope": "saved with another RoPE",
+    "key_bias": "saved with another bias of the keys",
+    "spec": "saved in another cache format",
+    "tables": "saved with another calibration",
+}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a file held: the store, the ids of its tokens if they were given, all metadata."""
+
+    store: KVStore
+    token_ids: list[int] | None
+    metadata: dict[str, str]
+
+
+def save_store(
+    store: KVStore,
+    path: Path,
+    *,
+    model: str = "",
+    token_ids: Sequence[int] = (),
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a store to a file, whole or not at all, without a copy of its pages.
+
+    `model` identifies what made the keys and values; `metadata` are further texts by name, of which
+    `model_name` appears in messages. Raises StorageError.
+    """
+    parts = store.parts()
+    tensors = {}
+    if parts.slabs:
+        size = (len(parts.slabs), parts.layers.slab_bytes)
+        tensors["pages"] = Tensor(_U8, size, lambda: map(store.ops.to_host, parts.slabs))
+    for name, array, where, shape in _regions(store):
+        tensors[name] = Tensor(array.dtype, shape, _Copy(store, array, where))
+    if token_ids:
+        tensors["token_ids"] = Tensor.of(np.asarray(token_ids, _I32))  # (tokens,)
+    checksum = 0
+    for tensor in tensors.values():
+        for chunk in tensor.chunks():
+            checksum = crc32(chunk, checksum)
+    own = {
+        "format": FORMAT,
+        "version": str(FORMAT_VERSION),
+        "tokens": str(len(store)),
+        "crc32": str(checksum),
+    }
+    write_tensors(path, {**(metadata or {}), **own, **_identity(store, model)}, tensors)
+
+
+def load_store(path: Path, like: KVStore, *, model: str = "") -> Loaded:
+    """A new store of the kind of `like`, which stays as it is, with what a file holds.
+
+    Raises StorageError for a file that cannot be read or is damaged, UnsupportedError for one of
+    another model, geometry, RoPE, format or calibration, ContextFullError where it does not fit.
+    """
+    with TensorFile(path) as file:
+        tokens = _check(file, like, model)
+        store, token_ids = like.empty_twin(), None
+        to_device = store.ops.to_device
+        size = (sealed_pages(store.spec, tokens), store.parts().layers.slab_bytes)
+        pages = file.rows("pages", _U8, size) if size[0] else ()
+        store.adopt(tokens, [to_device(page) for page in pages])
+        for name, array, where, shape in _regions(store):
+            array[where] = to_device(file.read(name, array.dtype, shape))
+        if "token_ids" in file:
+            token_ids = file.read("token_ids", _I32, (tokens,)).tolist()
+        if file.metadata.get("crc32") != str(file.crc32):
+            raise file.damaged("its numbers are not those that were saved")
+        return Loaded(store, token_ids, file.metadata)
+
+
+_Region = tuple[str, Any, Any, tuple[int, ...]]
+
+
+def _regions(store: KVStore) -> Iterator[_Region]:
+    """What holds tokens outside of pages: a name, and array[where] of a shape. Nothing is empty."""
+    parts = store.parts()
+    layers, every = parts.layers, slice(None)
+    for kind, arrays, rows, count in (
+        ("sinks", layers.sink_arrays, slice(parts.sinks), parts.sinks),
+        ("tail", layers.tail_arrays, parts.tail_slots, len(parts.tail_slots)),
+    ):
+        for index, array in enumerate(arrays if count else ()):
+            heads, _, dim = array.shape
+            yield _name(index, kind), array, (every, rows), (heads, count, dim)
+    # Without a page they are measured anew, on the next one.
+    for index, array in enumerate(layers.state_arrays if parts.slabs else ()):
+        if array.size:
+            yield _name(index, "scales"), array, every, array.shape
+
+
+def _name(index: int, kind: str) -> str:
+    layer, side = divmod(index, 2)
+    return f"layers.{layer}.{'kv'[side]}.{kind}"
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """Gives a part of an array of a store's, copied to the host only when asked for."""
+
+    store: KVStore
+    array: Any
+    where: Any
+
+    def __call__(self) -> list[np.ndarray]:
+        return [self.store.ops.to_host(self.array[self.where])]
+
+
+def _identity(store: KVStore, model: str) -> dict[str, str]:
+    """What must be the same where the bytes are read."""
+    parts, geometry, ops = store.parts(), store.geometry, store.ops
+    rotary = store.rotary
+    # Rounded, since the last bit of a power may differ from machine to machine.
+    numbers = [] if rotary is None else [rotary.amplitude, *rotary.frequencies]
+    return {
+        "model": model,
+        "geometry": f"{geometry.num_layers} layers, {geometry.num_kv_heads} KV heads "
+        f"of {geometry.head_dim}{', key bias' * geometry.key_bias}",
+        "rope": _digest([np.array(numbers, np.float32)] if numbers else []),
+        "key_bias": _digest(ops.to_host(bias) for bias in store.key_bias or ()),
+        "spec": _spelled(store.spec),
+        "tables": _digest(ops.to_host(table) for table in parts.layers.table_arrays if table.size),
+    }
+
+
+def _digest(arrays: Iterable[Any]) -> str:
+    """A hash of arrays; "" for none."""
+    digest, some = hashlib.sha256(), False
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).tobytes())
+        some = True
+    return digest.hexdigest()[:32] if some else ""
+
+
+def _spelled(spec: KVSpec) -> str:
+    """A spec in the grammar, in full: what a preset's name means may change."""
+    overrides = (f",layers[{o.layers}]=k={o.k},v={o.v}" for o in spec.overrides)
+    counts = f"sink={spec.sink},window={spec.window}"
+    return f"k={spec.k},v={spec.v},{counts}{''.join(overrides)}"
+
+
+def _check(file: TensorFile, like: KVStore, model: str) -> int:
+    """Tokens in the file, if it is one for such a store."""
+    path, metadata = file.path, file.metadata
+    if metadata.get("format") != FORMAT:
+        raise StorageError(f"{path}: safetensors, but no saved cache")
+    if metadata.get("version") != str(FORMAT_VERSION):
+        version = shown(metadata.get("version"))
+        raise UnsupportedError(
+            f"{path}: of cache format version {version}, this kvrt reads {FORMAT_VERSION}"
+        )
+    for key, expected in _identity(like, model).items():
+        got = metadata.get(key)
+        if got is None:
+            raise file.damaged(f"its metadata lack {key!r}")
+        if got != expected:
+            raise UnsupportedError(f"{path}: {_difference(key, got, expected, metadata)}")
+    text = metadata.get("tokens", "")
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise file.damaged(f"its number of tokens is {shown(text)}")
+    if int(text) > like.max_tokens:
+        raise ContextFullError(
+            f"{path}: {int(text):,} tokens, more than the context limit of {like.max_tokens:,}; "
+            f"start with -c {int(text)} or more"
+        )
+    return int(text)
+
+
+def _difference(key: str, got: str, expected: str, metadata: Mapping[str, str]) -> str:
+    """What does not agree, and what to do."""
+    advice = ""
+    if key == "spec":
+        got, expected = _short(got), _short(expected)
+        advice = f"; start with --kv {got}"
+    elif key == "tables":
+        advice = "; start with the --calibration it was made with"
+    elif key == "model" and "model_name" in metadata:
+        advice = f"; start with -m {shown(metadata['model_name'], 200)[1:-1]}"
+    if key not in ("spec", "geometry"):
+        got, expected = (hashed[:12] or "none" for hashed in (got, expected))
+    return f"{_DIFFERENCES[key]}: got {shown(got)}, expected {shown(expected)}{advice}"
+
+
+def _short(spec: str) -> str:
+    """A spec as `KVSpec` prints it; anything else as JSON."""
+    try:
+        return str(KVSpec.parse(spec))
+    except KvrtError:
+        return shown(spec)
