@@ -22,7 +22,9 @@ CODECS = ("nuq",)
     help="A UTF-8 text like those the model will read. May be repeated.",
 )  # fmt: skip
 @click.option("--codec", default="nuq", show_default=True, metavar="NAME", help="What to fit: nuq.")
-@click.option("-o", "--output", required=True, metavar="FILE", help="The safetensors file to write.")
+@click.option(
+    "-o", "--output", required=True, metavar="FILE", help="The safetensors file to write."
+)
 @click.option(
     "--tokens", type=click.IntRange(min=64), default=16_384, show_default=True, metavar="N",
     help="Read at most so many tokens.",
@@ -46,7 +48,8 @@ def command(
 ) -> None:
     """Fit thresholds and levels of the nuq formats to MODEL (default: smollm2).
 
-    The file is used by --calibration, or by itself as calibration.safetensors in the model's folder.
+    --calibration uses the file; as calibration.safetensors in the model's folder it is found by
+    itself.
     """
     if name is not None and model is not None:
         raise UsageError("MODEL is given twice: as an argument and with -m")

@@ -8,8 +8,10 @@ normalised by their thresholds (dynamic programming over a histogram), so that a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,7 +31,10 @@ SAMPLE_BYTES = 256 << 20
 _QUERIES = 64
 """The last queries of a window, whose attention says how much a token counts."""
 
-_BINS = 1024
+_BINS = 512
+_REFINED = 1024
+"""Tokens that refine the levels of values, in so many rounds."""
+_ROUNDS = 12
 
 
 @dataclass
@@ -92,9 +97,7 @@ def _geometry(model: Model) -> Geometry:
     return Geometry(config.num_layers, config.num_kv_heads, config.head_dim)
 
 
-def _collect(
-    layer: _Layer, q: np.ndarray, k: np.ndarray, v: np.ndarray, kept: np.ndarray
-) -> None:
+def _collect(layer: _Layer, q: np.ndarray, k: np.ndarray, v: np.ndarray, kept: np.ndarray) -> None:
     """Add a window's q (n, heads, head_dim), k, v (n, kv_heads, head_dim) f32 to a layer."""
     n, heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -134,12 +137,14 @@ def _fit_layer(
         "nkg,kgd->nkd", attention.reshape(len(keys), -1, group),
         np.square(passed_on).reshape(-1, group, keys.shape[2]),
     )  # (n, kv_heads, head_dim)  # fmt: skip
-    yield from _fit_values(values.astype(np.float32), importance)
+    # What attention averages over is a token's share of the error; what all tokens have in common
+    # stays. The sum of squared weights says how few tokens a query averages over.
+    alone = float(np.clip(attention.mean() * len(keys) / (_QUERIES * len(layer.keys)), 0.02, 1.0))
+    gains = np.square(passed_on).reshape(-1, group, keys.shape[2]).sum(1).ravel()
+    yield from _fit_values(values.astype(np.float32), importance, gains, alone)
 
 
-def _in_form(
-    keys: np.ndarray, rope: str, rotary: Rotary, positions: np.ndarray
-) -> np.ndarray:
+def _in_form(keys: np.ndarray, rope: str, rotary: Rotary, positions: np.ndarray) -> np.ndarray:
     """keys (n, kv_heads, head_dim), kept after RoPE, in one of the three forms: f32."""
     if rope == "post":
         return keys.astype(np.float32)
@@ -151,9 +156,7 @@ def _in_form(
     )
 
 
-def _fit_keys(
-    name: str, keys: np.ndarray, weights: np.ndarray
-) -> Iterator[tuple[str, np.ndarray]]:
+def _fit_keys(name: str, keys: np.ndarray, weights: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """Thresholds of each channel and levels, for keys (n, kv_heads, head_dim) in one form."""
     ordered = np.sort(keys, axis=0)
     for share in SHARES:
@@ -169,9 +172,14 @@ def _fit_keys(
 
 
 def _fit_values(
-    values: np.ndarray, importance: np.ndarray
+    values: np.ndarray, importance: np.ndarray, gains: np.ndarray, alone: float
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Levels of values (n, kv_heads, head_dim), whose thresholds are each token's own."""
+    """Levels of values (n, kv_heads, head_dim), whose thresholds are each token's own.
+
+    They start from the weighted clustering and are then refined for the error of an average of
+    tokens: `alone` times the mean square of a token's error, the rest its squared mean, in each
+    channel by its gain (kv_heads * head_dim,).
+    """
     flat = values.reshape(len(values), -1)  # (n, kv_heads * head_dim)
     ordered = np.sort(flat, axis=1)
     for share in SHARES:
@@ -181,14 +189,56 @@ def _fit_values(
         numbers = (flat - (high + low) / 2) / half
         inside = np.abs(numbers) <= 1.0
         shares = importance.reshape(flat.shape) * np.square(half)
-        yield from _levels(f"v.{share}", numbers[inside], shares[inside])
+        sample = slice(None, None, max(1, len(flat) // _REFINED))
+        refine = partial(
+            _refined, numbers[sample], half[sample] * inside[sample], gains=gains, alone=alone
+        )
+        yield from _levels(f"v.{share}", numbers[inside], shares[inside], refine)
 
 
-def _levels(name: str, numbers: np.ndarray, weights: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+def _refined(
+    numbers: np.ndarray,
+    sizes: np.ndarray,
+    levels: np.ndarray,
+    *,
+    gains: np.ndarray,
+    alone: float,
+) -> np.ndarray:
+    """Levels that lessen alone * E[d^2] + (1 - alone) * E[d]^2, d = size * (level - number).
+
+    numbers, sizes (n, channels). Codes and levels take turns; the best levels met are kept.
+    """
+    best, least = levels, np.inf
+    for _ in range(_ROUNDS):
+        codes = np.searchsorted((levels[1:] + levels[:-1]) / 2, numbers)
+        error = sizes * (levels[codes] - numbers)  # (n, channels)
+        cost = np.square(error).mean(0) * alone + np.square(error.mean(0)) * (1.0 - alone)
+        if (total := float(cost @ gains)) < least:
+            best, least = levels, total
+        mine = [codes == code for code in range(len(levels))]
+        squares = np.stack(
+            [(np.square(sizes) * part).mean(0) for part in mine]
+        )  # (levels, channels)
+        means = np.stack([(sizes * part).mean(0) for part in mine])
+        products = np.stack([(np.square(sizes) * numbers * part).mean(0) for part in mine])
+        matrix = np.diag(squares @ gains) * alone + (means * gains) @ means.T * (1.0 - alone)
+        matrix += np.eye(len(levels)) * 1e-9 * max(np.trace(matrix), 1e-30)
+        wanted = products @ gains * alone
+        wanted += (means * gains) @ (sizes * numbers).mean(0) * (1.0 - alone)
+        levels = np.sort((levels + np.linalg.solve(matrix, wanted)) / 2)
+    return best
+
+
+def _levels(
+    name: str,
+    numbers: np.ndarray,
+    weights: np.ndarray,
+    refine: Callable[[np.ndarray], np.ndarray] = lambda levels: levels,
+) -> Iterator[tuple[str, np.ndarray]]:
     """The levels of each width for numbers from -1 to 1, and those that keep mean and spread."""
     found = optimal_levels(numbers, weights, [2**bits for bits in BITS])
     for bits in BITS:
-        levels = found[2**bits]
+        levels = refine(found[2**bits])
         rounded = levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, numbers)]
         spread = float(rounded.std())
         stretch = float(numbers.std()) / spread if spread > 0 else 1.0
@@ -202,7 +252,7 @@ def optimal_levels(
 ) -> dict[int, np.ndarray]:
     """The levels of least weighted squared error, growing, for each number of levels.
 
-    numbers, weights (n,); numbers are from -1 to 1. Exact but for a histogram of 1,024 bins.
+    numbers, weights (n,); numbers are from -1 to 1. Exact but for a histogram of 512 bins.
     """
     place = np.clip(((numbers + 1.0) * (_BINS / 2)).astype(np.int64), 0, _BINS - 1)
     sums = [
@@ -230,7 +280,7 @@ def _centres(cuts: Sequence[np.ndarray], sums: Sequence[np.ndarray]) -> np.ndarr
         edges.append(int(cut[edges[-1]]))
     edges = [0, *edges[::-1]] if edges[-1] else edges[::-1]
     levels = []
-    for start, end in zip(edges, edges[1:]):
+    for start, end in pairwise(edges):
         weight = sums[0][end] - sums[0][start]
         middle = (start + end) / _BINS - 1.0
         levels.append((sums[1][end] - sums[1][start]) / weight if weight > 0 else middle)

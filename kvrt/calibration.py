@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -78,7 +78,10 @@ def expected_tensors(geometry: Geometry) -> dict[str, tuple[tuple[int, ...], np.
     layers = geometry.num_layers
     channels = (layers, geometry.num_kv_heads, geometry.head_dim)
     f16, f32 = np.dtype(np.float16), np.dtype(np.float32)
-    result = {"k.sensitivity": (channels, f32), "v.sensitivity": (channels, f32)}
+    result: dict[str, tuple[tuple[int, ...], np.dtype]] = {
+        "k.sensitivity": (channels, f32),
+        "v.sensitivity": (channels, f32),
+    }
     sides = [f"k.{rope}" for rope in ROPES]
     for share in SHARES:
         for side in sides:
@@ -171,9 +174,7 @@ class Calibration:
                 f"{self.model_fingerprint[:12]}), this model is {model_fingerprint[:12]}"
             )
 
-    def tables(
-        self, layer: int, is_value: bool, codec: Nuq, rope: Rope = "post"
-    ) -> NuqTables:
+    def tables(self, layer: int, is_value: bool, codec: Nuq, rope: Rope = "post") -> NuqTables:
         """The tables of one layer and side; `rope` is the form of the keys."""
         side = "v" if is_value else f"k.{rope}"
         side += ".1%" if codec.outliers else ".0%"
@@ -212,7 +213,7 @@ def _read(path: Path) -> tuple[Mapping[str, str], dict[str, np.ndarray]]:
                 raise StorageError(
                     f"{path}: safetensors, but no calibration; `kvrt calibrate` makes one"
                 )
-            return header, {name: file.get_tensor(name) for name in file.keys()}
+            return header, {name: file.get_tensor(name) for name in list(file.keys())}
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file, expected a calibration") from None
     except OSError as error:
@@ -236,7 +237,7 @@ def _origin(path: Path, header: Mapping[str, str]) -> tuple[Origin, str]:
         origin = Origin(
             header["model"],
             header["model_fingerprint"],
-            Geometry(*sizes),
+            Geometry(sizes[0], sizes[1], sizes[2]),
             tuple(str(text) for text in texts),
             int(header["tokens"]),
         )

@@ -76,8 +76,9 @@ def cache_speed() -> str:
     first = next(iter(last.values()))
     lines = [
         f"A decode step of SmolLM2-135M with {first['context']:,} tokens cached, "
-        f"{first['device']}, {first['threads']} threads, medians of {len(first['samples_ms'])} rounds in turn "
-        f"(commit {first['commit']}); sealing is its share of the prefill of 1,024 tokens:",
+        f"{first['device']}, {first['threads']} threads, medians of "
+        f"{len(first['samples_ms'])} rounds in turn (commit {first['commit']}); "
+        "sealing is its share of the prefill of 1,024 tokens:",
         "",
         "| format | bits | cache, MB | ms | beside f16 | sealing |",
         "| --- | --- | --- | --- | --- | --- |",

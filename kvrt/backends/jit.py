@@ -76,8 +76,8 @@ address_of: Any = _compiled_only
 """address_of(array): the address of its first element."""
 affine8x8: Any = _compiled_only
 """affine8x8(out, stride, codes, right, mask, scale, shift): eight rows of eight f32, `stride` bytes
-apart: out[r, i] = ((codes[r, i] >> right) & mask) * scale[i] + shift[i], rounded once. codes are u16,
-eight rows that follow each other; scale and shift f32. All are addresses or integers."""
+apart: out[r, i] = ((codes[r, i] >> right) & mask) * scale[i] + shift[i], rounded once. codes are
+u16, eight rows that follow each other; scale and shift f32. All are addresses or integers."""
 affine8x8_columns: Any = _compiled_only
 """affine8x8_columns(...): the same with scale[r] and shift[r]."""
 affine8x8_planes: Any = _compiled_only

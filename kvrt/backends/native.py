@@ -68,8 +68,10 @@ def _processor() -> str:
 def library_name() -> str:
     """The file name, without ending, of the library of these sources on this processor."""
     package = Path(__file__).resolve().parent
+    kvstore = package.parent / "kvstore"
     digest = hashlib.sha256(_processor().encode())
-    for source in sorted([*package.glob("*.py"), *(package.parent / "kvstore").rglob("*.py")]):
+    sources = [*package.glob("*.py"), *(kvstore / "codecs").glob("*.py"), kvstore / "fragment.py"]
+    for source in sorted(sources):
         digest.update(source.read_bytes())
     return f"cpu-{digest.hexdigest()[:16]}"
 

@@ -22,8 +22,8 @@ Scales and minima that go with columns (k) come in the order of `column_at`: the
 needs of a tile are neighbours. Those that go with rows (M) come in natural order.
 
 Between this order and arithmetic, codes are u16 arrays (cols / 8, rows, 8), where rows are M
-(tokens of K, channels of V) and cols are k. What follows such an array in memory is scratch of this module
-(`cpu_store.codes_bytes`): there, words are kept by unit, j and lane, the narrow ones widened.
+(tokens of K, channels of V) and cols are k. What follows such an array in memory is scratch of
+this module (`cpu_store.codes_bytes`): words by unit, j and lane, the narrow ones widened.
 """
 
 from __future__ import annotations

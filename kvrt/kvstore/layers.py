@@ -25,7 +25,11 @@ class Layers:
     """Arrays of all layers of one store."""
 
     def __init__(
-        self, geometry: Geometry, spec: KVSpec, ops: Ops, basis: Basis,
+        self,
+        geometry: Geometry,
+        spec: KVSpec,
+        ops: Ops,
+        basis: Basis,
         calibration: Calibration | None,
     ):
         """Raises CodecError where a codec needs fitted tables and there are none."""
@@ -54,7 +58,11 @@ class Layers:
         self.settings = ops.to_device(self._host_settings)
 
     def _fitted(
-        self, layer: int, is_value: bool, spec: KVSpec, calibration: Calibration | None,
+        self,
+        layer: int,
+        is_value: bool,
+        spec: KVSpec,
+        calibration: Calibration | None,
         size: int,
     ) -> Any:
         side = spec.sides(layer)[is_value]

@@ -1,7 +1,7 @@
 """llama.cpp's q8_0 and q4_0: blocks of 32 channels of a token, an f16 scale each.
 
-Scales and codes are bit for bit those of ggml's `quantize_row_q8_0_ref` and `quantize_row_q4_0_ref`;
-only their places differ, since codes lie in fragment order and scales behind them.
+Scales and codes are bit for bit those of ggml's `quantize_row_q8_0_ref`, `quantize_row_q4_0_ref`;
+only their places differ: codes lie in fragment order and scales behind them.
 """
 
 from __future__ import annotations

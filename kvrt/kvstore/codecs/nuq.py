@@ -3,8 +3,8 @@
 x = centre + half * level[code]. Keys: centre and half are static, one pair for each channel, from a
 calibration; values: a pair for each token over all heads, found when the page is sealed. `level` is
 one table for each layer and side. A code is the number of boundaries, midway between two levels,
-that lie below (x - centre) / half: the nearest level, ties to the lower code. With Q-norm the levels
-that are read differ from those that a code is chosen by.
+that lie below (x - centre) / half: the nearest level, ties to the lower code. With Q-norm the
+levels that are read differ from those that a code is chosen by.
 
 With outliers (1 %), numbers outside of the thresholds centre +- half are kept as f16 beside the
 codes, which saturate; a number that is kept replaces what its code says. Quotas are fixed, so that
@@ -16,7 +16,8 @@ channel) is kept.
   those farthest out in units of half are kept.
 - Values: 0.5 % of a token's numbers on either side, one at least, and the thresholds are the next
   largest and smallest. In the shared part: a plane of 64 f16 centres and one of 64 halves, both in
-  the order of `fragment.column_at`, then for each token its largest numbers and its smallest, in such slots.
+  the order of `fragment.column_at`, then for each token its largest numbers and its smallest, in
+  such slots.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Nuq(Packed):
         """
         fitted = calibration.tables(layer, is_value, self, rope)
         middles = (fitted.levels[:-1].astype(np.float64) + fitted.levels[1:]) / 2  # (2^bits - 1,)
-        parts = [fitted.read_levels, [*middles, np.inf]]
+        parts = [fitted.read_levels, np.array([*middles, np.inf])]
         if fitted.centre is not None and fitted.half is not None:
             parts += [fitted.centre.ravel(), fitted.half.ravel()]
         return np.concatenate(parts).astype(np.float32)
