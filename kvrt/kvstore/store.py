@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from .layers import Layers
 from .layout import Geometry
 from .rotary import Rotary
 from .spec import KVSpec
+from .state import Parts, State, check_finite, check_rows
 from .stats import (
     StoreStats,
     base_entries,
@@ -35,38 +36,6 @@ from .stats import (
 
 if TYPE_CHECKING:
     from ..calibration import Calibration
-
-
-@dataclass(frozen=True)
-class _State:
-    """What changes, in one object, so that an interrupt finds the store before or after a change.
-
-    `slabs` is memory of whole pages, each (bytes of all layers,) u8; a sealed slab is never
-    written again, so forks share it. `table` holds their addresses, `bases` the angles where blocks
-    begin. `origin` is the ring slot of the first position behind the sinks. While the ring is
-    written over what it held, `journal` is a copy of it.
-    """
-
-    length: int
-    slabs: tuple[Any, ...]
-    table: Any  # (entries,) i64
-    bases: Any | None  # (blocks, 2, head_dim / 2) f32
-    origin: int = 0
-    journal: list[Any] | None = None
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Where the tokens of a store lie. Sealed pages may be shared, so all is for reading.
-
-    slabs: sealed pages, each (bytes of all layers,) u8; `sinks` rows of the layers' sinks are in
-    use, and the slots tail_slots (n,) i64 of their tails, in order of position.
-    """
-
-    slabs: Sequence[Any]
-    sinks: int
-    tail_slots: np.ndarray
-    layers: Layers
 
 
 class KVStore:
@@ -114,7 +83,7 @@ class KVStore:
         self._layers = Layers(geometry, spec, ops, self._basis, calibration)
         self._rows = tail_rows(spec)
         self._extending: int | None = None  # tokens that are being added
-        self._state = _State(0, (), *self._make_tables(()))
+        self._state = State(0, (), *self._make_tables(()))
         self._extent = Extent()
         self._set_extent(0)
         self._views = self._layers.views(self._extent)
@@ -217,13 +186,9 @@ class KVStore:
             self._write(layer, first, k[first - start :], v[first - start :])
 
     def _check(self, layer: int, k: Any, v: Any, tokens: int) -> None:
-        shape = (tokens, self.geometry.num_kv_heads, self.geometry.head_dim)
-        if k.shape != shape or v.shape != shape:
-            raise CodecError(f"got k {k.shape} and v {v.shape} for a store that expects {shape}")
+        check_rows(self.geometry, k, v, tokens)
         if self._debug:
-            for name, rows in (("keys", k), ("values", v)):
-                if not np.isfinite(self.ops.to_host(rows)).all():
-                    raise CodecError(f"layer {layer}: the {name} hold infinities or NaN")
+            check_finite(layer, *(self.ops.to_host(rows) for rows in (k, v)))
 
     def _enter(self, layer: int, k: Any, v: Any, position: int) -> tuple[Any, Any]:
         enter = self._basis.enter
@@ -257,7 +222,7 @@ class KVStore:
         if self._extending is None:
             self._recover()
         end = len(self)
-        self._check(layer, keys, values, end)
+        check_rows(self.geometry, keys, values, end)
         if not end:
             return
         self._set_extent(end)
@@ -362,7 +327,7 @@ class KVStore:
         slabs = state.slabs[tokens // PAGE_TOKENS :]
         table, bases = self._make_tables(slabs)
         origin = (state.origin + tokens) % self._rows
-        self._state = _State(state.length - tokens, slabs, table, bases, origin)
+        self._state = State(state.length - tokens, slabs, table, bases, origin)
         self._set_extent(len(self))
 
     def fork(self) -> KVStore:
@@ -385,10 +350,10 @@ class KVStore:
     def adopt(self, tokens: int, slabs: Sequence[Any], origin: int = 0) -> None:
         """Hold so many tokens, the sealed ones in these slabs; for an empty store.
 
-        The others are where `parts` says then. `origin` is a slot as in `_State`.
+        The others are where `parts` says then. `origin` is a slot as in `State`.
         """
         table, bases = self._make_tables(slabs)
-        self._state = _State(tokens, tuple(slabs), table, bases, origin)
+        self._state = State(tokens, tuple(slabs), table, bases, origin)
         self._set_extent(tokens)
 
     # Memory
@@ -425,26 +390,22 @@ class KVStore:
     def _set_extent(self, tokens: int, pages: int | None = None) -> None:
         """Tell the kernels where so many tokens are, `pages` of them sealed."""
         pages = sealed_pages(self.spec, tokens) if pages is None else pages
-        extent, state = self._extent, self._state
-        extent.table_address = self.ops.address(state.table)
-        extent.bases_address = 0 if state.bases is None else self.ops.address(state.bases)
-        extent.sinks = min(tokens, self.spec.sink)
-        extent.pages = pages
-        extent.tail_slot = (pages * PAGE_TOKENS + state.origin) % self._rows
-        extent.tail_tokens = tokens - extent.sinks - pages * PAGE_TOKENS
+        self._state.describe(self._extent, self.ops, self.spec.sink, self._rows, tokens, pages)
 
     def stats(self) -> StoreStats:
         """Bytes held now, summed over the arrays. Pages that forks share count in each."""
-        state = self._state
+        state, layers = self._state, self._layers
         angles = [part for part in (state.bases, self._basis.turns) if part is not None]
-        tables = [state.table, self._layers.settings, *angles]
+        sizes = {
+            "page_bytes": state.slabs,
+            "tail_bytes": layers.tail_arrays,
+            "sink_bytes": layers.sink_arrays,
+            "table_bytes": [state.table, layers.settings, *angles],
+            "codec_bytes": layers.codec_arrays,
+        }
         return StoreStats(
             tokens=len(self),
             sealed_tokens=sealed_pages(self.spec, len(self)) * PAGE_TOKENS,
-            page_bytes=sum(slab.nbytes for slab in state.slabs),
-            tail_bytes=sum(part.nbytes for part in self._layers.tail_arrays),
-            sink_bytes=sum(part.nbytes for part in self._layers.sink_arrays),
-            table_bytes=sum(part.nbytes for part in tables),
-            codec_bytes=sum(part.nbytes for part in self._layers.codec_arrays),
             bits_per_element=bits_per_element(self.geometry, self.spec),
+            **{name: sum(part.nbytes for part in parts) for name, parts in sizes.items()},
         )

@@ -11,15 +11,26 @@ import pytest
 
 from kvrt.backends.cpu import CpuOps
 from kvrt.backends.pool import Pool
-from kvrt.kvstore import KVStore, store
-from tests.helpers.stores import append, extend, new_store, random_tokens, read
+from kvrt.kvstore import Geometry, KVStore, basis, layers, store
+from tests.helpers.stores import (
+    Tokens,
+    append,
+    contents,
+    extend,
+    new_store,
+    random_tokens,
+    read,
+)
 
 TOKENS = random_tokens(330)
 SPEC = "k=f32,v=f32,sink=3,window=70"
+PACKED_SPEC = "k=int4:channel:g32:norm:page:had,v=e4m3,sink=3,window=70"
+PACKED_GEOMETRY = Geometry(num_layers=2, num_kv_heads=1, head_dim=16)
+PACKED_TOKENS = random_tokens(330, PACKED_GEOMETRY)
 
 
 def in_the_store(code: CodeType) -> bool:
-    return code.co_filename == store.__file__
+    return code.co_filename in (store.__file__, basis.__file__, layers.__file__)
 
 
 def in_the_pool(code: CodeType) -> bool:
@@ -62,12 +73,12 @@ def check(kept: KVStore) -> None:
         assert np.array_equal(side, expected)
 
 
-ACTIONS: dict[str, tuple[int, Callable[[KVStore], None], set[int]]] = {
-    "append": (200, lambda kept: append(kept, TOKENS.part(200, 201)), {200, 201}),
+ACTIONS: dict[str, tuple[int, Callable[[KVStore, Tokens], None], set[int]]] = {
+    "append": (200, lambda kept, tokens: append(kept, tokens.part(200, 201)), {200, 201}),
     # The 201st token after 3 sinks and a window of 70 seals a page.
-    "seal": (200, lambda kept: append(kept, TOKENS.part(200, 202)), {200, 201, 202}),
-    "extend": (150, lambda kept: extend(kept, TOKENS.part(150, 320)), {150, 320}),
-    "extend-empty": (0, lambda kept: extend(kept, TOKENS.part(0, 320)), {0, 320}),
+    "seal": (200, lambda kept, tokens: append(kept, tokens.part(200, 202)), {200, 201, 202}),
+    "extend": (150, lambda kept, tokens: extend(kept, tokens.part(150, 320)), {150, 320}),
+    "extend-empty": (0, lambda kept, tokens: extend(kept, tokens.part(0, 320)), {0, 320}),
 }
 
 
@@ -78,11 +89,45 @@ def test_an_interrupted_addition_can_be_repeated(ops: CpuOps, name: str) -> None
         kept = new_store(ops, SPEC)
         if start:
             extend(kept, TOKENS.part(0, start))
-        if not interrupt_at(line, lambda kept=kept: action(kept)):  # type: ignore[misc]
+        if not interrupt_at(line, lambda kept=kept: action(kept, TOKENS)):  # type: ignore[misc]
             break
         assert len(kept) in lengths
         check(kept)
     assert 10 < line < 1999
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_an_interrupted_addition_of_packed_tokens(ops: CpuOps, name: str) -> None:
+    """Afterwards the bytes, and the scales of the first page, are those of an undisturbed store."""
+    start, action, lengths = ACTIONS[name]
+    begun, whole = (new_store(ops, PACKED_SPEC, PACKED_GEOMETRY) for _ in range(2))
+    if start:
+        extend(begun, PACKED_TOKENS.part(0, start))
+    extend(whole, PACKED_TOKENS)
+    for line in range(1, 2000, 3):
+        kept = begun.fork()
+        run = lambda kept=kept: action(kept, PACKED_TOKENS)  # noqa: E731
+        if not interrupt_at(line, run):
+            break
+        assert len(kept) in lengths
+        extend(kept, PACKED_TOKENS.part(len(kept), 330))
+        assert contents(kept) == contents(whole)
+    assert 10 < line < 1999
+
+
+def test_an_interrupted_shift_is_done_or_not(ops: CpuOps) -> None:
+    begun = new_store(ops, PACKED_SPEC, PACKED_GEOMETRY)
+    extend(begun, PACKED_TOKENS)
+    moved = begun.fork()
+    moved.shift(128)
+    known = {330: contents(begun), 202: contents(moved)}
+    for line in range(1, 2000):
+        kept = begun.fork()
+        if not interrupt_at(line, lambda kept=kept: kept.shift(128)):  # type: ignore[misc]
+            break
+        read(kept)
+        assert contents(kept) == known[len(kept)]
+    assert 5 < line < 1999
 
 
 @pytest.mark.parametrize("tokens", [0, 2, 3, 100, 130, 250, 299])
@@ -98,7 +143,8 @@ def test_an_interrupted_truncation_keeps_a_prefix(ops: CpuOps, tokens: int) -> N
 
 
 def test_the_pool_runs_all_jobs_and_raises_their_errors() -> None:
-    pool, seen = Pool(3), []
+    pool = Pool(3)
+    seen: list[int] = []
     pool.run(seen.append, range(100))
     assert sorted(seen) == list(range(100))
 
@@ -114,7 +160,8 @@ def test_the_pool_runs_all_jobs_and_raises_their_errors() -> None:
 
 @pytest.mark.parametrize("line", range(1, 30))
 def test_an_interrupted_pool_works_on(line: int) -> None:
-    pool, seen = Pool(2), []
+    pool = Pool(2)
+    seen: list[int] = []
     pool.run(seen.append, [0])
     interrupt_at(line, lambda: pool.run(seen.append, range(1, 8)), in_the_pool)
     before = len(seen)

@@ -10,9 +10,9 @@ import pytest
 from kvrt.backends import get_ops
 from kvrt.backends.cpu import CpuOps
 from kvrt.backends.ops import Linear
-from kvrt.backends.view import Extent, PageView
 from kvrt.errors import KernelError, UnsupportedError, UsageError
 from tests.helpers.compare import assert_close
+from tests.helpers.refs import turned
 from tests.helpers.tolerances import EXACT, tolerance
 
 DTYPES = {"f32": np.dtype("f4"), "f16": np.dtype("f2"), "bf16": np.dtype(ml_dtypes.bfloat16)}
@@ -202,11 +202,7 @@ def test_rope(ops: CpuOps, n: int, dim: int) -> None:
     cos, sin = np.cos(angles).astype("f4"), np.sin(angles).astype("f4")
     out = ops.to_device(x.copy())
     ops.rope(out, ops.to_device(cos), ops.to_device(sin))
-    # The pair (i, i + dim/2) as a complex number, turned by its angle.
-    pairs = x[..., : dim // 2].astype(np.float64) + 1j * x[..., dim // 2 :]  # (n, 3, dim // 2)
-    turned = pairs * np.exp(1j * angles)[:, None]
-    expected = np.concatenate([turned.real, turned.imag], axis=-1)
-    assert_close(out, expected, tolerance("rope", "f32"))
+    assert_close(out, turned(x, angles), tolerance("rope", "f32"))
 
 
 def test_every_half_is_widened_exactly(ops: CpuOps) -> None:
@@ -217,69 +213,6 @@ def test_every_half_is_widened_exactly(ops: CpuOps) -> None:
         np.testing.assert_array_equal(got, table.astype("f4"))  # a NaN must stay a NaN
         numbers = ~np.isnan(got)
         assert np.array_equal(got[numbers].view("u4"), table.astype("f4")[numbers].view("u4"))
-
-
-def ring_view(keys: np.ndarray, values: np.ndarray, kind: int) -> PageView:
-    """A view whose tail rings are these arrays (kv_heads, rows, head_dim)."""
-    heads, rows, dim = keys.shape
-    return PageView(
-        extent=Extent(),
-        kernels="dense",
-        num_kv_heads=heads,
-        head_dim=dim,
-        key_kind=kind,
-        value_kind=kind,
-        sink_rows=0,
-        tail_rows=rows,
-        layer_offset=0,
-        run_bytes=0,
-        settings_address=0,
-        sink_keys_address=0,
-        sink_values_address=0,
-        tail_keys_address=keys.ctypes.data,
-        tail_values_address=values.ctypes.data,
-    )
-
-
-@pytest.mark.parametrize("stored", DTYPES)
-def test_narrowing_rounds_to_nearest_even(ops: CpuOps, stored: str) -> None:
-    """Bits from all over float32: subnormal results, overflow to infinity, ties, NaN."""
-    rng = np.random.default_rng(0)
-    wild = rng.integers(0, 1 << 32, 4000, dtype=np.uint32).view("f4")
-    halves = rng.integers(0, 1 << 16, 2000, dtype=np.uint16)
-    between = [
-        (halves.view(dtype).astype("f4").view("u4") + np.uint32(half)).view("f4")
-        for dtype, half in (("f2", 1 << 12), (ml_dtypes.bfloat16, 1 << 15))
-    ]
-    ends = np.array([np.inf, -np.inf, np.nan, 3.4028235e38, 65519.0, 65520.0, -0.0, 1e-45], "f4")
-    values = np.concatenate([ends, wild, *between]).reshape(-1, 1, 8)  # (1001, 1, 8) f32
-    count = len(values)
-    kept = np.zeros((1, count, 8), DTYPES[stored])
-    other = np.zeros_like(kept)
-    device = ops.to_device(values)
-    ops.append(ring_view(kept, other, KINDS[stored]), device, ops.to_device(-values), 0)
-    with np.errstate(over="ignore", invalid="ignore"):
-        expected = values[:, 0].astype(DTYPES[stored])
-    got, want = kept[0].astype("f4"), expected.astype("f4")
-    np.testing.assert_array_equal(got, want)
-    assert np.isnan(want).any() and np.isinf(want).any()
-    np.testing.assert_array_equal(other[0].astype("f4"), -want)
-    out = nan_array(ops, values.shape)
-    ops.recall(kept.ctypes.data, KINDS[stored], count, 0, out)
-    np.testing.assert_array_equal(ops.to_host(out)[:, 0], want)
-
-
-def test_append_and_recall_go_around_the_ring(ops: CpuOps) -> None:
-    values = normal((5, 2, 3), 0)
-    ring, other = (np.full((2, 7, 3), np.nan, "f4") for _ in range(2))  # (heads, rows, dim)
-    view = ring_view(ring, other, KINDS["f32"])
-    ops.append(view, ops.to_device(values), ops.to_device(2 * values), 4)
-    assert np.array_equal(ring[:, [4, 5, 6, 0, 1]], values.swapaxes(0, 1))
-    assert np.array_equal(other[:, [4, 5, 6, 0, 1]], 2 * values.swapaxes(0, 1))
-    assert np.isnan(ring[:, [2, 3]]).all() and np.isnan(other[:, [2, 3]]).all()
-    out = nan_array(ops, (5, 2, 3))
-    ops.recall(ring.ctypes.data, KINDS["f32"], 7, 4, out)
-    assert np.array_equal(out, values)
 
 
 def test_a_nan_is_never_hidden(ops: CpuOps) -> None:

@@ -15,7 +15,7 @@ import kvrt
 ROOT = Path(__file__).resolve().parents[2]
 # Folder of the checkout -> package in the wheel.
 PACKAGES = {"kvrt": "kvrt", "models": "kvrt/models", "cli": "kvrt/cli", "cuda_src": "kvrt/cuda_src"}
-SHIPPED = {".py", ".cu", ".cuh", ".typed"}
+SHIPPED = {".py", ".cu", ".cuh", ".typed", ".safetensors"}
 HEAVY = {
     "cupy", "gguf", "huggingface_hub", "jinja2", "llvmlite", "matplotlib", "numba",
     "prompt_toolkit", "rich", "torch", "transformers",

@@ -1,0 +1,54 @@
+"""A calibration made by hand: levels and thresholds are small fractions, whose middles are exact."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from kvrt.calibration import Calibration, Origin, expected_tensors
+from kvrt.kvstore import Geometry
+
+MODEL = "ab" * 32
+"""The fingerprint of the model that it says it is of."""
+
+
+def calibration_by_hand(
+    geometry: Geometry, *, seed: int = 0, model: str = MODEL, **tensors: np.ndarray
+) -> Calibration:
+    """Every tensor of a calibration for numbers of unit spread; `tensors` replace some of them.
+
+    Levels are multiples of 1/64 from -1 to 1, no two tables alike; thresholds of keys lie about 2
+    from zero. In a name given as a keyword `__` stands for a dot and `pct` for the percent sign.
+    """
+    rng = np.random.default_rng(seed)
+    made: dict[str, np.ndarray] = {}
+    for name, (shape, dtype) in expected_tensors(geometry).items():
+        if name.endswith("levels"):
+            rows = [
+                np.sort(rng.choice(np.arange(-64, 65), shape[1], replace=False))
+                for _ in range(shape[0])
+            ]
+            tensor = np.stack(rows) / 64  # (layers, 2^bits)
+        elif name.endswith("sensitivity"):
+            tensor = rng.random(shape)
+        else:
+            sign = 1 if name.endswith(".high") else -1
+            tensor = sign * (2 + rng.integers(-32, 33, shape) / 64)
+        made[name] = tensor.astype(dtype)
+    for key, tensor in tensors.items():
+        name = key.replace("__", ".").replace("pct", "%")
+        assert made[name].shape == tensor.shape
+        made[name] = tensor.astype(made[name].dtype)
+    origin = Origin("by-hand", model, geometry, ("cd" * 32,), 4096)
+    return Calibration(origin, made)
+
+
+def rewrite(path: Path, tensors: Mapping[str, np.ndarray], **header: str | None) -> None:
+    """Write a calibration's file again with other tensors and metadata; None leaves one out."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="np") as file:
+        old: dict[str, str] = file.metadata()
+    new = {key: value for key, value in (old | header).items() if value is not None}
+    save_file(dict(tensors), path, metadata=new)

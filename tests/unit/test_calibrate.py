@@ -1,0 +1,346 @@
+"""`kvrt calibrate`: optimal levels, thresholds that hold the keys, and the command."""
+
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvrt
+from kvrt import generate
+from kvrt.calibrate import calibrate, optimal_levels
+from kvrt.calibration import ROPES, Calibration, expected_tensors
+from kvrt.cli.main import run
+from kvrt.errors import UsageError
+from kvrt.generate import Model
+from kvrt.kvstore import Geometry, KVSpec
+from kvrt.kvstore.codecs import Nuq
+from tests.helpers.tiny_model import write_tiny_model
+
+CONTEXT, TOKENS = 160, 480
+TEXT = "Call me Ishmael. Some years ago, never mind how long precisely. " * 10
+
+
+# --- levels ---
+
+
+def cost_of(numbers: np.ndarray, weights: np.ndarray, levels: np.ndarray) -> float:
+    error = np.square(numbers[:, None] - levels).min(axis=1)
+    return float(weights @ error)
+
+
+def least_cost(numbers: np.ndarray, weights: np.ndarray, size: int) -> float:
+    """Of every way to cut the sorted numbers into `size` runs, each on its weighted mean."""
+    order = np.argsort(numbers)
+    numbers, weights = numbers[order], weights[order]
+    costs = []
+    for cuts in itertools.combinations(range(1, len(numbers)), size - 1):
+        levels = [
+            np.average(part, weights=share)
+            for part, share in zip(np.split(numbers, cuts), np.split(weights, cuts))
+        ]
+        costs.append(cost_of(numbers, weights, np.array(levels)))
+    return min(costs)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_levels_are_as_good_as_brute_force(seed: int) -> None:
+    """Numbers of a histogram bin each, so that the histogram loses nothing."""
+    rng = np.random.default_rng(seed)
+    bins = rng.choice(512, 11, replace=False)
+    numbers = (bins + rng.random(11)) / 256 - 1
+    weights = rng.random(11) ** 4 + 0.01
+    found = optimal_levels(numbers, weights, [2, 3, 4, 6])
+    assert list(found) == [2, 3, 4, 6]
+    for size, levels in found.items():
+        assert levels.shape == (size,) and (np.diff(levels) > 0).all()
+        least = least_cost(numbers, weights, size)
+        assert cost_of(numbers, weights, levels) == pytest.approx(least, rel=1e-6, abs=1e-12)
+
+
+def test_weights_pull_levels() -> None:
+    numbers = np.array([-0.9, -0.8, 0.1, 0.2, 0.8])
+    heavy = optimal_levels(numbers, np.array([1, 1, 1, 1, 1000.0]), [2])[2]
+    assert heavy == pytest.approx([np.mean(numbers[:4]), 0.8])
+    even = optimal_levels(numbers, np.ones(5), [2])[2]
+    assert even == pytest.approx([-0.85, np.mean(numbers[2:])])
+
+
+def test_fewer_numbers_than_levels_are_all_met() -> None:
+    numbers = np.array([-1.0, -0.25, 0.5, 1.0] * 3)
+    for size, levels in optimal_levels(numbers, np.ones(12), [8, 16]).items():
+        assert levels.shape == (size,) and (np.diff(levels) >= 0).all()
+        assert cost_of(numbers, np.ones(12), levels) == pytest.approx(0, abs=1e-20)
+
+
+def test_the_histogram_costs_little() -> None:
+    """Many numbers to a bin: no worse than the optimum by more than the width of a bin."""
+    numbers = np.tanh(np.random.default_rng(0).standard_normal(20_000))
+    levels = optimal_levels(numbers, np.ones(20_000), [4])[4]
+    best = levels
+    for _ in range(200):  # Lloyd's iterations, from there
+        codes = np.abs(numbers[:, None] - best).argmin(axis=1)
+        best = np.array([numbers[codes == code].mean() for code in range(4)])
+    assert np.abs(levels - best).max() < 2 / 512
+
+
+# --- a fit ---
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    write_tiny_model(folder, tokenizer=True, rope_theta=500.0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Model:
+    return kvrt.load(str(folder), threads=1)
+
+
+@pytest.fixture(scope="module")
+def fitted(model: Model) -> Calibration:
+    return fit(model)
+
+
+def fit(model: Model, text: str = TEXT) -> Calibration:
+    return calibrate(
+        model, [model.tokenizer.encode(text)], ["ab" * 32], tokens=TOKENS, context=CONTEXT
+    )
+
+
+def traced(model: Model) -> tuple[np.ndarray, np.ndarray]:
+    """Queries and keys of every token, after RoPE: (layers, windows, context, heads, dim) f32."""
+    ids = model.tokenizer.encode(TEXT)
+    seen: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(2)]
+    for start in range(0, TOKENS, CONTEXT):
+        model.decoder.trace(
+            ids[start : start + CONTEXT],
+            lambda layer, q, k, v: seen[layer].append((np.array(q), np.array(k))),
+        )
+    queries, keys = (np.array([[pair[i] for pair in layer] for layer in seen]) for i in (0, 1))
+    return queries, keys
+
+
+def turned_back(keys: np.ndarray, model: Model, positions: np.ndarray) -> np.ndarray:
+    """keys (..., context, heads, dim) less the rotation of positions (context,): f64."""
+    dim = keys.shape[-1]
+    angles = positions[:, None, None] * 500.0 ** (-np.arange(dim // 2) * 2 / dim)
+    pairs = (keys[..., : dim // 2] + 1j * keys[..., dim // 2 :]) * np.exp(-1j * angles)
+    return np.concatenate([pairs.real, pairs.imag], axis=-1)
+
+
+def test_what_it_says_of_itself(model: Model, fitted: Calibration) -> None:
+    origin = fitted.origin
+    assert origin.geometry == Geometry(2, 2, 16)
+    assert (origin.tokens, origin.texts) == (TOKENS, ("ab" * 32,))
+    fitted.check(model.fingerprint, Geometry(2, 2, 16))
+    found = {name: (tensor.shape, tensor.dtype) for name, tensor in fitted.tensors.items()}
+    assert found == expected_tensors(origin.geometry)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_thresholds_are_those_of_the_keys(model: Model, fitted: Calibration, rope: Any) -> None:
+    """0%: the extremes of every token but a window's first; 1%: half a percent less at each end."""
+    keys = traced(model)[1].astype(np.float16).astype(np.float64)
+    at = np.arange(CONTEXT)
+    if rope != "post":
+        keys = turned_back(keys, model, at if rope == "pre" else at // 64 * 64)
+    kept = keys[:, :, 1:].reshape(2, -1, 2, 16)  # (layers, n, heads, dim)
+    for layer in range(2):
+        ordered = np.sort(kept[layer], axis=0)
+        for share, outside in (("0%", 0), ("1%", round(len(ordered) * 0.005))):
+            for end, row in (("low", outside), ("high", -1 - outside)):
+                got = fitted.tensors[f"k.{rope}.{share}.{end}"][layer].astype(np.float64)
+                # The rounding of f16, and of a rotation in f32.
+                np.testing.assert_allclose(got, ordered[row], rtol=2**-10, atol=1e-4)
+        tables = fitted.tables(layer, False, Nuq(2), rope)
+        assert tables.centre is not None and tables.half is not None
+        assert (np.abs(kept[layer] - tables.centre) <= tables.half + 1e-4).all()
+        apart = fitted.tables(layer, False, Nuq(2, outliers=True), rope)
+        assert apart.centre is not None and apart.half is not None
+        share_outside = (np.abs(kept[layer] - apart.centre) > apart.half).mean()
+        assert 0.003 < share_outside <= 0.0101
+
+
+def test_sensitivity_of_keys_is_the_mean_square_of_queries(
+    model: Model, fitted: Calibration
+) -> None:
+    queries = traced(model)[0].astype(np.float64).reshape(2, -1, 2, 2, 16)
+    want = np.square(queries).mean(axis=1).sum(axis=2)  # (layers, kv_heads, dim)
+    np.testing.assert_allclose(fitted.tensors["k.sensitivity"], want, rtol=1e-4)  # f32 sums
+    assert (fitted.tensors["v.sensitivity"] > 0).all()
+
+
+def test_levels_grow_and_fill_their_range(fitted: Calibration) -> None:
+    for name, tensor in fitted.tensors.items():
+        if name.endswith(".levels"):
+            assert (np.diff(tensor, axis=-1) > 0).all(), name
+            assert (np.abs(tensor) <= 1.001).all(), name
+            wide = 0.6 if ".2." in name else 0.75
+            assert (tensor[:, 0] < -wide + 0.3).all() and (tensor[:, -1] > wide - 0.3).all(), name
+
+
+def test_a_fit_repeats_and_depends_on_the_text(model: Model, fitted: Calibration) -> None:
+    assert fit(model).fingerprint == fitted.fingerprint
+    assert fit(model, TEXT.upper()).fingerprint != fitted.fingerprint
+
+
+@pytest.mark.parametrize("kv", ["kvquant4", "kvquant2:1%", "k=nuq3:page,v=nuq3"])
+def test_a_store_of_the_model_takes_it(
+    folder: Path, model: Model, fitted: Calibration, tmp_path: Path, kv: str
+) -> None:
+    path = tmp_path / "c.safetensors"
+    fitted.save(path)
+    with_it = kvrt.load(str(folder), kv=kv, threads=1, calibration=str(path))
+    store = with_it.new_store(KVSpec.parse(kv))
+    ids = with_it.tokenizer.encode(TEXT)[:140]
+    logits = with_it.decoder.prefill(ids, store)
+    assert store.stats().sealed_tokens == 128
+    exact = model.decoder.prefill(ids, model.new_store(KVSpec.parse("f32")))
+    next_logits = [
+        m.decoder.decode(65, s)
+        for m, s in ((with_it, store), (model, _filled(model, ids)))
+    ]
+    np.testing.assert_allclose(logits, exact, atol=1e-2, rtol=0)  # prefill attends before packing
+    # Packed, but of use: what was said before still decides the next token's logits.
+    assert 0 < np.abs(next_logits[0] - next_logits[1]).max()
+    assert np.corrcoef(*next_logits)[0, 1] > (0.99 if "4" in kv else 0.8)
+
+
+def _filled(model: Model, ids: Sequence[int]) -> Any:
+    store = model.new_store(KVSpec.parse("f32"))
+    model.decoder.prefill(ids, store)
+    return store
+
+
+def test_no_whole_window_is_refused(model: Model) -> None:
+    with pytest.raises(UsageError, match="less than one window of 160 tokens"):
+        calibrate(model, [range(100)], ["ab" * 32], tokens=TOKENS, context=CONTEXT)
+
+
+# --- the command ---
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return str(path)
+
+
+SMALL = ("--tokens", "256", "--context", "128", "-t", "1")
+
+
+def test_a_good_run_writes_the_file(folder: Path, text: str, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "out.safetensors"
+    assert run(["calibrate", str(folder), "--text", text, "-o", str(path), *SMALL]) == 0
+    out, _ = capsys.readouterr()
+    made = Calibration.open(path)
+    assert made.origin.tokens == 256 and len(made.origin.texts) == 1
+    assert out.startswith(f"{path}: 256 tokens, codebooks {made.fingerprint[:12]}, ")
+    assert out.count("\n") == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == [path.name, "text.txt"]
+
+
+def test_the_file_in_the_models_folder_is_found_by_itself(
+    text: str, tmp_path: Path, capsys: Any
+) -> None:
+    folder = tmp_path / "tiny"
+    write_tiny_model(folder, tokenizer=True)
+    talk = ["generate", "-m", str(folder), "-p", "a", "-n", "2", "-t", "1", "--kv", "kvquant4"]
+    assert run(talk) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and "kvrt calibrate -m MODEL --text FILE -o" in message
+    own = re.findall(r"-o (\S+)`", message)[0]
+    assert run(["calibrate", "-m", str(folder), "--text", text, "-o", own, *SMALL]) == 0
+    assert run(talk) == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["M", "--text", "none.txt", "-o", "OUT"], "--text: cannot read none.txt"),
+        (["M", "--text", "TEXT", "--text", "none.txt", "-o", "OUT"], "cannot read none.txt"),
+        (["M", "--text", "TEXT", "-o", "OUT", "--codec", "int4"], "--codec: 'int4' needs no"),
+        (["M", "--text", "TEXT", "-o", "OUT", "--tokens", "100", "--context", "101"],
+         "--tokens: 100 are less than one window of 101 tokens"),
+        (["M", "--text", "TEXT", "-o", "OUT", "--tokens", "63"], "--tokens"),
+        (["M", "--text", "TEXT", "-o", "OUT", "--context", "1"], "--context"),
+        (["M", "--text", "TEXT", "-o", "none/OUT"], "-o: the folder of none/OUT does not exist"),
+        (["M", "-m", "M", "--text", "TEXT", "-o", "OUT"], "MODEL is given twice"),
+        (["M", "--text", "TEXT"], "-o"),
+        (["M", "-o", "OUT"], "--text"),
+    ],
+)  # fmt: skip
+def test_wrong_requests_are_refused_before_the_model_is_loaded(
+    folder: Path,
+    text: str,
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    args: list[str],
+    said: str,
+) -> None:
+    monkeypatch.setattr(generate, "load", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.chdir(tmp_path)
+    check_refused(capsys, tmp_path, [{"M": str(folder), "TEXT": text}.get(a, a) for a in args], said)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--context", "257"], "--context: 257 tokens are beyond this model's context of 256"),
+        (["--context", "250", "--text", "SHORT"], None),
+        (["--text", "SHORT"], "the text has 70 tokens, less than one window of 128 tokens"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused(
+    folder: Path,
+    text: str,
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    args: list[str],
+    said: str | None,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "SHORT").write_text("x" * 70)
+    if "--text" not in args:
+        args = [*args, "--text", text]
+    if "--context" not in args:
+        args = [*args, "--context", "128"]
+    check_refused(
+        capsys, tmp_path, [str(folder), "-o", "OUT", "-t", "1", *args], said or "one window of 250"
+    )
+
+
+def check_refused(capsys: Any, folder: Path, args: list[str], said: str) -> None:
+    before = sorted(folder.rglob("*"))
+    assert run(["calibrate", *args]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("kvrt: error: ") and err.count("\n") == 1, err
+    assert said in err
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_model_that_is_not_here(text: str, tmp_path: Path, capsys: Any) -> None:
+    none = str(tmp_path / "none")
+    check_refused(capsys, tmp_path, [none, "--text", text, "-o", str(tmp_path / "x")], "none")
+
+
+def test_the_texts_hashes_are_kept(folder: Path, text: str, tmp_path: Path, capsys: Any) -> None:
+    import hashlib
+
+    other = tmp_path / "other.txt"
+    other.write_text("other words " * 20, encoding="utf-8")
+    path = tmp_path / "out.safetensors"
+    args = ["--text", text, "--text", str(other), "-o", str(path), *SMALL]
+    assert run(["calibrate", "-m", str(folder), *args]) == 0
+    # Less the last newline, which these do not have.
+    want = [hashlib.sha256(Path(p).read_bytes()).hexdigest() for p in (text, other)]
+    assert list(Calibration.open(path).origin.texts) == want
