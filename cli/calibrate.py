@@ -58,6 +58,8 @@ def command(
     target = Path(user_path(output, "-o"))
     if not target.resolve().parent.is_dir():
         raise UsageError(f"-o: the folder of {target} does not exist")
+    if target.is_dir():
+        raise UsageError(f"-o: {target} is a folder, expected the name of a file")
     if tokens < context:
         raise UsageError(f"--tokens: {tokens:,} are less than one window of {context:,} tokens")
     contents = [read_text_file(path, "--text") for path in texts]

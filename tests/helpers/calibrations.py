@@ -1,4 +1,4 @@
-"""A calibration made by hand: levels and thresholds are small fractions, whose middles are exact."""
+"""A calibration made by hand, of small fractions, so that what lies midway is exact."""
 
 from collections.abc import Mapping
 from pathlib import Path

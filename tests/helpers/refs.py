@@ -145,8 +145,7 @@ def attention(
     """
     q_len, heads, head_dim = q.shape
     kv_len, kv_heads, _ = k.shape
-    k = np.repeat(k, heads // kv_heads, axis=1)  # (kv_len, heads, head_dim) f64
-    v = np.repeat(v, heads // kv_heads, axis=1)  # (kv_len, heads, head_dim) f64
+    group = heads // kv_heads
     out = np.zeros_like(q)
     probabilities = np.zeros((heads, q_len, kv_len))
     for row in range(q_len):
@@ -154,10 +153,10 @@ def attention(
         first = 0 if window is None else max(0, position - window + 1)
         seen = slice(first, position + 1)
         for head in range(heads):
-            scores = k[seen, head] @ q[row, head] / math.sqrt(head_dim)  # (seen,) f64
+            scores = k[seen, head // group] @ q[row, head] / math.sqrt(head_dim)  # (seen,) f64
             weights = np.exp(scores - scores.max())
             weights /= weights.sum()
-            out[row, head] = weights @ v[seen, head]
+            out[row, head] = weights @ v[seen, head // group]
             probabilities[head, row, seen] = weights
     return out, probabilities
 

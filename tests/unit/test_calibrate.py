@@ -62,11 +62,11 @@ def test_levels_are_as_good_as_brute_force(seed: int) -> None:
 
 
 def test_weights_pull_levels() -> None:
-    numbers = np.array([-0.9, -0.8, 0.1, 0.2, 0.8])
-    heavy = optimal_levels(numbers, np.array([1, 1, 1, 1, 1000.0]), [2])[2]
-    assert heavy == pytest.approx([np.mean(numbers[:4]), 0.8])
-    even = optimal_levels(numbers, np.ones(5), [2])[2]
-    assert even == pytest.approx([-0.85, np.mean(numbers[2:])])
+    numbers, weights = np.array([-0.9, -0.2, 0.6, 0.8]), np.array([1000.0, 1000.0, 1.0, 1.0])
+    even = optimal_levels(numbers, np.ones(4), [2])[2]
+    assert even == pytest.approx([-0.55, 0.7])
+    pulled = optimal_levels(numbers, weights, [2])[2]
+    assert pulled == pytest.approx([-0.9, np.average(numbers[1:], weights=weights[1:])])
 
 
 def test_fewer_numbers_than_levels_are_all_met() -> None:
@@ -164,7 +164,9 @@ def test_thresholds_are_those_of_the_keys(model: Model, fitted: Calibration, rop
         apart = fitted.tables(layer, False, Nuq(2, outliers=True), rope)
         assert apart.centre is not None and apart.half is not None
         share_outside = (np.abs(kept[layer] - apart.centre) > apart.half).mean()
-        assert 0.003 < share_outside <= 0.0101
+        assert share_outside <= 0.0101
+        # Before RoPE a byte's keys are alike, and a threshold that many meet has none outside.
+        assert rope != "post" or share_outside > 0.003
 
 
 def test_sensitivity_of_keys_is_the_mean_square_of_queries(
@@ -203,12 +205,11 @@ def test_a_store_of_the_model_takes_it(
     assert store.stats().sealed_tokens == 128
     exact = model.decoder.prefill(ids, model.new_store(KVSpec.parse("f32")))
     next_logits = [
-        m.decoder.decode(65, s)
-        for m, s in ((with_it, store), (model, _filled(model, ids)))
+        m.decoder.decode(65, s) for m, s in ((with_it, store), (model, _filled(model, ids)))
     ]
     np.testing.assert_allclose(logits, exact, atol=1e-2, rtol=0)  # prefill attends before packing
     # Packed, but of use: what was said before still decides the next token's logits.
-    assert 0 < np.abs(next_logits[0] - next_logits[1]).max()
+    assert np.abs(next_logits[0] - next_logits[1]).max() > 0
     assert np.corrcoef(*next_logits)[0, 1] > (0.99 if "4" in kv else 0.8)
 
 
@@ -272,6 +273,7 @@ def test_the_file_in_the_models_folder_is_found_by_itself(
         (["M", "--text", "TEXT", "-o", "OUT", "--tokens", "63"], "--tokens"),
         (["M", "--text", "TEXT", "-o", "OUT", "--context", "1"], "--context"),
         (["M", "--text", "TEXT", "-o", "none/OUT"], "-o: the folder of none/OUT does not exist"),
+        (["M", "--text", "TEXT", "-o", "."], "-o: . is a folder, expected the name of a file"),
         (["M", "-m", "M", "--text", "TEXT", "-o", "OUT"], "MODEL is given twice"),
         (["M", "--text", "TEXT"], "-o"),
         (["M", "-o", "OUT"], "--text"),
@@ -288,7 +290,9 @@ def test_wrong_requests_are_refused_before_the_model_is_loaded(
 ) -> None:
     monkeypatch.setattr(generate, "load", lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.chdir(tmp_path)
-    check_refused(capsys, tmp_path, [{"M": str(folder), "TEXT": text}.get(a, a) for a in args], said)
+    check_refused(
+        capsys, tmp_path, [{"M": str(folder), "TEXT": text}.get(a, a) for a in args], said
+    )
 
 
 @pytest.mark.parametrize(

@@ -61,17 +61,20 @@ def test_what_is_saved_is_opened(made: Calibration, path: Path) -> None:
         np.testing.assert_array_equal(opened.tensors[name], tensor)
 
 
-def test_equal_calibrations_are_equal_files(made: Calibration, path: Path, tmp_path: Path) -> None:
-    again = tmp_path / "again.safetensors"
-    Calibration.open(path).save(again)
-    assert again.read_bytes() == path.read_bytes()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["again.safetensors", path.name]
+def test_saving_replaces_a_file_and_leaves_nothing_else(path: Path, tmp_path: Path) -> None:
+    other = calibration_by_hand(GEOMETRY, seed=1)
+    other.save(path)
+    assert Calibration.open(path).fingerprint == other.fingerprint
+    assert list(tmp_path.iterdir()) == [path]
 
 
-def test_saving_into_no_folder_fails(made: Calibration, tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=re.escape(str(tmp_path / "no" / "x"))):
-        made.save(tmp_path / "no" / "x")
-    assert not list(tmp_path.iterdir())
+def test_saving_onto_a_folder_fails(made: Calibration, tmp_path: Path) -> None:
+    target = tmp_path / "folder"
+    target.mkdir()
+    (target / "kept").touch()
+    with pytest.raises(StorageError, match="folder"):
+        made.save(target)
+    assert [p.name for p in tmp_path.rglob("*")] == ["folder", "kept"]
 
 
 @pytest.mark.parametrize("name", expected_tensors(GEOMETRY))
