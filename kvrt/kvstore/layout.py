@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..backends.ops import PAGE_TOKENS
+from ..errors import CodecError
 from .codecs import TileCodec
 
 if TYPE_CHECKING:
@@ -30,6 +31,10 @@ class Geometry:
     num_kv_heads: int
     head_dim: int
     key_bias: bool = False  # whether the key projection has a bias
+
+    def __post_init__(self) -> None:
+        if min(self.num_layers, self.num_kv_heads, self.head_dim) < 1:
+            raise CodecError(f"a cache needs at least one layer, head and channel, got {self}")
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,7 @@ import numpy as np
 
 from ..backends.ops import PAGE_TOKENS, Ops
 from ..backends.view import Extent
-from ..errors import CodecError
 from .layers import Layers
-from .layout import Geometry
 
 
 @dataclass(frozen=True)
@@ -56,17 +54,3 @@ class Parts:
     sinks: int
     tail_slots: np.ndarray
     layers: Layers
-
-
-def check_rows(geometry: Geometry, k: Any, v: Any, tokens: int) -> None:
-    """Raise CodecError unless k and v are (tokens, num_kv_heads, head_dim)."""
-    shape = (tokens, geometry.num_kv_heads, geometry.head_dim)
-    if k.shape != shape or v.shape != shape:
-        raise CodecError(f"got k {k.shape} and v {v.shape} for a store that expects {shape}")
-
-
-def check_finite(layer: int, k: np.ndarray, v: np.ndarray) -> None:
-    """Raise CodecError where keys or values hold an infinity or NaN."""
-    for name, rows in (("keys", k), ("values", v)):
-        if not np.isfinite(rows).all():
-            raise CodecError(f"layer {layer}: the {name} hold infinities or NaN")

@@ -20,11 +20,13 @@ from ..backends.ops import PAGE_TOKENS, Ops
 from ..backends.view import Extent, PageView
 from ..errors import CodecError, ContextFullError, UnsupportedError
 from .basis import Basis
+from .checks import check_complete, check_count, check_finite, check_layer, check_rows
 from .layers import Layers
 from .layout import Geometry
+from .reading import Readable
 from .rotary import Rotary
 from .spec import KVSpec
-from .state import Parts, State, check_finite, check_rows
+from .state import Parts, State
 from .stats import (
     StoreStats,
     base_entries,
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from ..calibration import Calibration
 
 
-class KVStore:
+class KVStore(Readable):
     """Keys and values of one sequence, in the format of a `KVSpec`.
 
     A decode step is `append` and attention on `view` layer by layer, then `advance()`. Many
@@ -65,6 +67,7 @@ class KVStore:
         `debug` refuses keys and values that are not finite. Raises UnsupportedError where the
         format does not fit the geometry, CodecError where something that it needs is missing.
         """
+        check_count(max_tokens)
         if max_tokens < 1:
             raise CodecError(f"a store must hold at least one token, got max_tokens={max_tokens}")
         spec.check(geometry)
@@ -83,6 +86,8 @@ class KVStore:
         self._layers = Layers(geometry, spec, ops, self._basis, calibration)
         self._rows = tail_rows(spec)
         self._extending: int | None = None  # tokens that are being added
+        self._inside = False  # a `with extending` block
+        self._layers_done: set[int] = set()  # that have the tokens under way
         self._state = State(0, (), *self._make_tables(()))
         self._extent = Extent()
         self._set_extent(0)
@@ -94,6 +99,7 @@ class KVStore:
 
     def view(self, layer: int) -> PageView:
         """One layer for the kernels. It follows the store: valid for the store's whole life."""
+        check_layer(self.geometry, layer)
         return self._views[layer]
 
     def check_room(self, tokens: int) -> None:
@@ -115,10 +121,16 @@ class KVStore:
         self._check(layer, k, v, 1)
         self.check_room(1)
         self._write(layer, len(self), *self._enter(layer, k, v, len(self)))
+        self._layers_done.add(layer)
         self._set_extent(len(self) + 1, sealed_pages(self.spec, len(self)))
 
     def advance(self) -> None:
-        """Count the appended token, and seal a page of every layer when one is due."""
+        """Count the appended token, and seal a page of every layer when one is due.
+
+        Raises CodecError unless every layer has it.
+        """
+        self.check_room(1)
+        check_complete(self.geometry, self._layers_done, "append")
         length = len(self) + 1
         old, new = sealed_pages(self.spec, len(self)), sealed_pages(self.spec, length)
         if new > old:
@@ -127,6 +139,7 @@ class KVStore:
                 self._seal(layer, old, new, None, length)
         # Last, so that an interrupted step can be done again.
         self._state = replace(self._state, length=length)
+        self._layers_done.clear()
         self._set_extent(length)
 
     # Many tokens, layer by layer
@@ -135,32 +148,43 @@ class KVStore:
     def extending(self, tokens: int) -> Iterator[None]:
         """Add `tokens` tokens: inside, call `extend` once for each layer.
 
-        On any exception, a keyboard interrupt too, the store is as it was before. Raises
-        ContextFullError before any work where they do not fit.
+        On any exception, a keyboard interrupt too, the store is as it was before; also where a
+        layer was left out, which raises CodecError. Raises ContextFullError before any work where
+        they do not fit.
         """
+        check_count(tokens)
+        if tokens < 0:
+            raise CodecError(f"cannot add {tokens} tokens")
         self.check_room(tokens)
         old = len(self)
         try:
             # An empty store has nothing to lose.
             journal = [part.copy() for part in self._layers.tail_arrays] if old else []
             self._state = replace(self._state, journal=journal)
-            self._extending = tokens
+            self._extending, self._inside = tokens, True
+            self._layers_done.clear()
             self._reserve(sealed_pages(self.spec, old + tokens))
             yield
+            check_complete(self.geometry, self._layers_done, "extend")
             self._set_extent(old + tokens)
             self._state = replace(self._state, length=old + tokens, journal=None)
-            self._extending = None
+            self._extending, self._inside = None, False
+            self._layers_done.clear()
         except BaseException:
+            self._inside = False
             self._recover()
             raise
 
     def _recover(self) -> None:
         """Undo a change that was interrupted. Interrupted itself, it is done again later."""
+        if self._inside:
+            raise CodecError("inside `with store.extending(n):` only extend() and reading work")
         saved = self._state.journal
         if saved is not None:
             for copy, part in zip(saved, self._layers.tail_arrays):
                 part[...] = copy
             self._extending = None
+            self._layers_done.clear()
             self._release(sealed_pages(self.spec, len(self)))
             self._state = replace(self._state, journal=None)
 
@@ -172,6 +196,9 @@ class KVStore:
         if self._extending is None:
             raise CodecError("extend() adds tokens inside `with store.extending(n):` only")
         self._check(layer, k, v, self._extending)
+        if layer in self._layers_done:
+            raise CodecError(f"layer {layer} has these tokens already, extend() it once")
+        self._layers_done.add(layer)
         start, end = len(self), len(self) + len(k)
         k, v = self._enter(layer, k, v, start)
         old, new = sealed_pages(self.spec, start), sealed_pages(self.spec, end)
@@ -186,6 +213,7 @@ class KVStore:
             self._write(layer, first, k[first - start :], v[first - start :])
 
     def _check(self, layer: int, k: Any, v: Any, tokens: int) -> None:
+        check_layer(self.geometry, layer)
         check_rows(self.geometry, k, v, tokens)
         if self._debug:
             check_finite(layer, *(self.ops.to_host(rows) for rows in (k, v)))
@@ -215,56 +243,6 @@ class KVStore:
         else:
             self.ops.append(self._views[layer], k, v, self._slot(position))
 
-    # Reading back
-
-    def read(self, layer: int, keys: Any, values: Any) -> None:
-        """Decode a layer's tokens into keys, values (len(store), num_kv_heads, head_dim) f32."""
-        if self._extending is None:
-            self._recover()
-        end = len(self)
-        check_rows(self.geometry, keys, values, end)
-        if not end:
-            return
-        self._set_extent(end)
-        for is_value, rows in enumerate((keys, values)):
-            self._gather(layer, bool(is_value), rows, end)
-            self._basis.leave(layer, bool(is_value), rows, 0)
-
-    def _gather(self, layer: int, is_value: bool, rows: Any, end: int) -> None:
-        """All tokens of one side, in the store's basis."""
-        view, sink = self._views[layer], self.spec.sink
-        pages = sealed_pages(self.spec, end)
-        sinks, sealed = min(sink, end), sink + pages * PAGE_TOKENS
-        if sinks:
-            self.ops.recall(view, is_value, 0, rows[:sinks], sink=True)
-        if pages:
-            self.ops.gather(view, is_value, 0, pages, rows[sink:sealed])
-        if end > sealed:
-            self.ops.recall(view, is_value, self._slot(sealed), rows[sealed:])
-
-    def read_page(self, layer: int, page: int, keys: Any, values: Any) -> None:
-        """Decode one sealed page into keys, values (64, num_kv_heads, head_dim) f32.
-
-        Inside `extending` also pages that were sealed there. Raises CodecError for any other.
-        """
-        if not 0 <= page < len(self._state.slabs):
-            raise CodecError(f"there is no sealed page {page}, there are {len(self._state.slabs)}")
-        for is_value, rows in enumerate((keys, values)):
-            self.ops.gather(self._views[layer], bool(is_value), page, 1, rows)
-            self._basis.leave(layer, bool(is_value), rows, self.spec.sink + page * PAGE_TOKENS)
-
-    def read_exact(self, layer: int, keys: Any, values: Any, position: int) -> None:
-        """Round keys, values (n, num_kv_heads, head_dim) f32 of positions position, ... in place.
-
-        They become what they are as long as sinks or tail hold them.
-        """
-        for is_value, rows in enumerate((keys, values)):
-            side = self.spec.sides(layer)[is_value]
-            inside = self._basis.enter(layer, bool(is_value), rows, position)
-            self.ops.round_rows(inside, side.codec.exact_dtype)
-            self._basis.leave(layer, bool(is_value), inside, position)
-            rows[...] = inside
-
     # Forgetting, moving and copying
 
     def truncate(self, tokens: int) -> None:
@@ -274,6 +252,7 @@ class KVStore:
         rounding of the format. Raises CodecError where the store does not hold so many.
         """
         self._recover()
+        check_count(tokens)
         if not 0 <= tokens <= len(self):
             raise CodecError(f"cannot truncate to {tokens} tokens, the store holds {len(self)}")
         pages, old_pages = (sealed_pages(self.spec, n) for n in (tokens, len(self)))
@@ -284,6 +263,7 @@ class KVStore:
             self._state = replace(self._state, journal=journal)
             self._unseal(pages, min(tokens, sealed))
         self._state = replace(self._state, length=tokens, journal=None)
+        self._layers_done.clear()
         self._release(pages)
 
     def _unseal(self, pages: int, end: int) -> None:
@@ -312,6 +292,7 @@ class KVStore:
         `tokens` is a multiple of 64 that the sealed pages hold.
         """
         self._recover()
+        check_count(tokens)
         if not self.spec.shifts:
             raise UnsupportedError(
                 f"cache format {self.spec} keeps keys after RoPE, so they cannot move; "

@@ -1,0 +1,48 @@
+"""What a caller may hand to a store, and in which order. All raise CodecError."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..errors import CodecError
+from .layout import Geometry
+
+
+def check_rows(geometry: Geometry, k: Any, v: Any, tokens: int) -> None:
+    """k and v are contiguous arrays (tokens, num_kv_heads, head_dim) f32."""
+    shape = (tokens, geometry.num_kv_heads, geometry.head_dim)
+    for name, rows in (("k", k), ("v", v)):
+        found = getattr(rows, "shape", None), getattr(rows, "dtype", None)
+        if found != (shape, np.float32):
+            what = type(rows).__name__ if found[1] is None else f"{found[0]} {found[1]}"
+            raise CodecError(f"got {name} {what} for a store that expects {shape} float32")
+        if not rows.flags.c_contiguous:
+            raise CodecError(f"{name} is a strided view, expected a contiguous array: copy it")
+
+
+def check_finite(layer: int, k: np.ndarray, v: np.ndarray) -> None:
+    """No key or value is an infinity or NaN."""
+    for name, rows in (("keys", k), ("values", v)):
+        if not np.isfinite(rows).all():
+            raise CodecError(f"layer {layer}: the {name} hold infinities or NaN")
+
+
+def check_layer(geometry: Geometry, layer: int) -> None:
+    """There is such a layer."""
+    if layer not in range(geometry.num_layers):
+        raise CodecError(f"there is no layer {layer!r}, there are 0 to {geometry.num_layers - 1}")
+
+
+def check_count(tokens: Any) -> None:
+    """A number of tokens is a whole number."""
+    if isinstance(tokens, bool) or not isinstance(tokens, (int, np.integer)):
+        raise CodecError(f"a number of tokens must be a whole number, got {tokens!r}")
+
+
+def check_complete(geometry: Geometry, done: set[int], call: str) -> None:
+    """Every layer has got the tokens under way."""
+    missing = [layer for layer in range(geometry.num_layers) if layer not in done]
+    if missing:
+        raise CodecError(f"{call}() was not called for layer {missing[0]}, nothing was added")
