@@ -79,7 +79,7 @@ debug_option = click.option(
     expose_value=False,
     is_eager=True,
     callback=set_debug,
-    help="Show the traceback of an error.",
+    help="Show the traceback of an error; check all numbers that go into the cache.",
 )
 
 

@@ -267,11 +267,17 @@ def open_model(choice: ModelChoice, remark: Callable[[str], None] = note) -> Mod
         max_context=choice.max_context,
         threads=choice.threads,
         calibration=choice.calibration,
-        debug=click.get_current_context().ensure_object(CommandState).debug,
+        debug=_debugging(),
     )
     if reason:
         remark(reason)
     return model
+
+
+def _debugging() -> bool:
+    """Whether --debug was given to the command that runs."""
+    context = click.get_current_context(silent=True)
+    return context is not None and context.ensure_object(CommandState).debug
 
 
 def _fitting(kv: str, model: str) -> tuple[str, str]:

@@ -28,7 +28,7 @@ import numpy as np
 from .errors import StorageError, UnsupportedError, UsageError
 from .fields import shown
 from .kvstore.layout import Geometry
-from .paths import atomic_write, storage_error
+from .paths import storage_error
 
 if TYPE_CHECKING:
     from .kvstore.codecs import Nuq
@@ -130,7 +130,7 @@ class Calibration:
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all. Raises StorageError."""
-        from safetensors.numpy import save
+        from .tensor_file import Tensor, write_tensors
 
         origin, geometry = self.origin, self.origin.geometry
         header = {
@@ -145,7 +145,8 @@ class Calibration:
             "tokens": str(origin.tokens),
             "fingerprint": self.fingerprint,
         }
-        atomic_write(path, save(dict(self.tensors), metadata=header))
+        tensors = {name: Tensor.of(array) for name, array in sorted(self.tensors.items())}
+        write_tensors(path, header, tensors)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -127,6 +127,8 @@ class Chat:
         """
         path, name = Path(path), as_text(self.model.name)
         text = to_json(self.messages, name)
+        if not path.resolve().parent.is_dir():
+            raise StorageError(f"{path}: its folder does not exist")
         if is_text(path):
             atomic_write(path, text.encode("utf-8"))
         else:

@@ -10,6 +10,7 @@ anything: model, geometry, RoPE, bias of the keys, format, fitted tables.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,17 @@ def save_store(
         "tokens": str(len(store)),
         "crc32": str(checksum),
     }
-    write_tensors(path, {**(metadata or {}), **own, **_identity(store, model)}, tensors)
+    header = {**(metadata or {}), **own, **_identity(store, model)}
+    write_tensors(path, {**header, _HEADER_CRC: _checksum(header)}, tensors)
+
+
+_HEADER_CRC = "header_crc32"
+
+
+def _checksum(header: Mapping[str, str]) -> str:
+    """The checksum of the metadata, as metadata."""
+    rest = {name: text for name, text in header.items() if name != _HEADER_CRC}
+    return str(crc32(json.dumps(rest, sort_keys=True).encode()))
 
 
 def load_store(path: Path, like: KVStore, *, model: str = "") -> Loaded:
@@ -103,6 +114,8 @@ def load_store(path: Path, like: KVStore, *, model: str = "") -> Loaded:
             token_ids = file.read("token_ids", _I32, (tokens,)).tolist()
         if file.metadata.get("crc32") != str(file.crc32):
             raise file.damaged("its numbers are not those that were saved")
+        if file.metadata.get(_HEADER_CRC) != _checksum(file.metadata):
+            raise file.damaged("its texts are not those that were saved")
         return Loaded(store, token_ids, file.metadata)
 
 

@@ -89,7 +89,7 @@ class Override:
         check_values(self.v)
         if not 0 <= self.first <= self.last < MAX_LAYERS:
             raise UsageError(
-                f"cache format: layers[{self.first}-{self.last}] is no range, "
+                f"cache format: layers[{self.layers}] cannot be, "
                 f"expected A-B with A <= B and B below {MAX_LAYERS}"
             )
 

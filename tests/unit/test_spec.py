@@ -252,7 +252,7 @@ INT_OPTIONS = "channel|token, g32|g64|g128, asym|sym|hybrid, norm, post|page|pre
         ("f16,layers[a]=f8", "'layers[a]=f8': expected layers[A-B]=SPEC or layers[A]=SPEC"),
         ("f16,layers[-1]=f8", "expected layers[A-B]=SPEC or layers[A]=SPEC"),
         ("f16,layers[1]f8", "expected layers[A-B]=SPEC or layers[A]=SPEC"),
-        ("f16,layers[3-1]=f8", "layers[3-1] is no range, expected A-B with A <= B"),
+        ("f16,layers[3-1]=f8", "layers[3-1] cannot be, expected A-B with A <= B"),
         ("f16,layers[4096]=f8", "B below 4096"),
         ("f16,layers[123456789]=f8", "layers are 0 to 4095"),
         ("f16,layers[0-3]=f8,layers[3-4]=q8_0", "layer 3 is in layers[0-3] and in layers[3-4]"),
@@ -314,7 +314,7 @@ def test_objects_are_refused_as_texts_are() -> None:
         with pytest.raises(UsageError, match="window must be"):
             KVSpec(F16, F16, window=wrong)
     for first, last in ((-1, 0), (1, 0), (0, 4096)):
-        with pytest.raises(UsageError, match="is no range"):
+        with pytest.raises(UsageError, match="cannot be"):
             Override(first, last, F16, F16)
     with pytest.raises(UsageError, match="layer 1 is in"):
         KVSpec(F16, F16, 0, 0, (Override(0, 1, F16, F16), Override(1, 1, F16, F16)))

@@ -56,6 +56,7 @@ def _round_away(x):
 
 @jit.exact
 def block_encode(tile, side, is_value, head, heads, run, shared, codes):
+    """Encode a tile into the run; see `dispatch` for the arguments."""
     bits = side[OWN]
     dim = tile.shape[1]
     groups = dim // BLOCK
@@ -86,6 +87,7 @@ def block_encode(tile, side, is_value, head, heads, run, shared, codes):
 
 @jit.device
 def block_decode(run, shared, side, is_value, head, heads, codes, scratch, tile):
+    """Decode the run's codes into a tile; see `dispatch` for the arguments."""
     bits = side[OWN]
     rows, cols = tile.shape
     groups = (rows if is_value else cols) // BLOCK

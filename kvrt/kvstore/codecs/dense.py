@@ -58,6 +58,7 @@ class Dense:
 
 @jit.device
 def dense_encode(tile, side, run):
+    """Write a tile's rows."""
     size = cpu_math.row_bytes(side[OWN], tile.shape[1])
     for t in range(PAGE_TOKENS):
         cpu_math.store_row(tile[t], side[OWN], run + side[CODES] + t * size)
@@ -65,4 +66,5 @@ def dense_encode(tile, side, run):
 
 @jit.device
 def dense_decode(run, side, tile):
+    """Read a tile's rows."""
     cpu_math.load_rows(run + side[CODES], side[OWN], PAGE_TOKENS, tile.shape[1], tile)

@@ -21,8 +21,6 @@ from .base import CODES, OWN, STATE, Packed, Survey
 
 E4M3, E5M2 = 0, 1
 
-_LARGEST_HALF = np.float32(65504.0)
-
 
 @dataclass(frozen=True)
 class Fp8(Packed):
@@ -120,8 +118,8 @@ def fp8_survey(numbers, side, is_value, first, shared):
         for t in range(tokens):
             for c in range(dim):
                 size = abs(numbers[head, t, c])
-                # A comparison with NaN is false; an infinity must not set the scale.
-                if size > peak and size <= _LARGEST_HALF:
+                # False for a NaN; infinities have become the largest half on their way here.
+                if size > peak:
                     peak = size
         scales[head] = _power_of_two(np.float32(np.float32(2.0) * peak / largest))
 

@@ -59,9 +59,11 @@ class IntQ(Packed):
         super().check(is_value, num_kv_heads, head_dim)
         length = PAGE_TOKENS if self.axis == "channel" else head_dim
         if length % self.group:
+            fitting = [f"g{group}" for group in (32, 64, 128) if length % group == 0]
+            what = "tokens of a page" if self.axis == "channel" else "channels of a head"
             raise UnsupportedError(
-                f"{self.name}: groups of {self.group} do not divide the "
-                f"{length} {'tokens of a page' if self.axis == 'channel' else 'channels of a head'}"
+                f"{self.name}: groups of {self.group} do not divide the {length} {what}; "
+                + (f"{' and '.join(fitting)} work" if fitting else "e4m3, e5m2 and f16 work")
             )
 
     def meta_bytes(self, is_value: bool, head_dim: int) -> int:
@@ -157,6 +159,7 @@ def intq_survey(tiles, side, is_value, first, shared):
 
 @jit.exact
 def intq_encode(tile, side, is_value, head, heads, run, shared, codes):
+    """Encode a tile, which norm overwrites, into the run; see `dispatch` for the arguments."""
     bits, group, mode, by_rows, norm = (
         side[OWN],
         side[OWN + 1],
@@ -194,6 +197,7 @@ def intq_encode(tile, side, is_value, head, heads, run, shared, codes):
 
 @jit.device
 def intq_decode(run, shared, side, is_value, head, heads, codes, scratch, tile):
+    """Decode the run's codes into a tile, without norm's factors, which go to the query."""
     bits, group, mode, by_rows = side[OWN], side[OWN + 1], side[OWN + 2], side[OWN + 3]
     rows, cols = tile.shape
     groups = (rows if by_rows else cols) // group
