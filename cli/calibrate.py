@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ..errors import UsageError
-from .console import emit, format_bytes, read_text_file, user_path
+from .console import emit, emit_json, format_bytes, read_text_file, user_path
 from .options import ModelChoice, common_options, open_model
 
 CODECS = ("nuq",)
@@ -33,6 +33,7 @@ CODECS = ("nuq",)
     "--context", type=click.IntRange(min=64), default=2048, show_default=True, metavar="N",
     help="In windows of so many tokens.",
 )  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @common_options
 def command(
     name: str | None,
@@ -42,6 +43,7 @@ def command(
     output: str,
     tokens: int,
     context: int,
+    as_json: bool,
     device: str,
     threads: int | None,
     verbose: bool,
@@ -52,7 +54,9 @@ def command(
     itself.
     """
     if name is not None and model is not None:
-        raise UsageError("MODEL is given twice: as an argument and with -m")
+        raise UsageError(
+            f"MODEL is given twice: {name!r} and with -m; each further text takes a --text"
+        )
     if codec not in CODECS:
         raise UsageError(f"--codec: {codec!r} needs no calibration that kvrt can make; nuq does")
     target = Path(user_path(output, "-o"))
@@ -83,7 +87,12 @@ def command(
             loaded, documents, digests, tokens=tokens, context=context, progress=progress
         )
     made.save(target)
-    emit(
-        f"{target}: {made.origin.tokens:,} tokens, codebooks {made.fingerprint[:12]}, "
-        f"{format_bytes(target.stat().st_size)}\n"
-    )
+    size = target.stat().st_size
+    if as_json:
+        facts = {"path": str(target), "tokens": made.origin.tokens}
+        emit_json({**facts, "fingerprint": made.fingerprint, "bytes": size})
+    else:
+        emit(
+            f"{target}: {made.origin.tokens:,} tokens, codebooks {made.fingerprint[:12]}, "
+            f"{format_bytes(size)}\n"
+        )

@@ -1,7 +1,8 @@
 """Write the README's tables from what they describe: `python tools/readme_tables.py [--check]`.
 
 formats: from `PageLayout`, for SmolLM2-135M's geometry. quality: the newest row of each format in
-tools/results/quality.jsonl (tools/quality.py). cache-speed: the newest run in cache.jsonl
+tools/results/quality.jsonl (tools/quality.py). attention: attention.json, which is what `kvrt eval
+attn --json` printed, less the layers. cache-speed: the newest run in cache.jsonl
 (tools/bench_cache.py). speed: medians of the newest run of each side in cpu.jsonl
 (tools/bench_cpu.py).
 """
@@ -22,6 +23,7 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "tools" / "results" / "cpu.jsonl"
 QUALITY = RESULTS.with_name("quality.jsonl")
 CACHE = RESULTS.with_name("cache.jsonl")
+ATTENTION = RESULTS.with_name("attention.json")
 SMOLLM2 = Geometry(num_layers=30, num_kv_heads=3, head_dim=64)
 
 
@@ -67,6 +69,17 @@ def quality() -> str:
             f"| {row['dnll']:+.4f} ± {row['dnll_se']:.4f} | {row['kld']:.4f} "
             f"| {row['top1']:.1f} % |"
         )
+    return "\n".join(lines)
+
+
+def attention() -> str:
+    found = json.loads(ATTENTION.read_text())
+    lines = ["| format | keys | scores | values | output |", "| --- | --- | --- | --- | --- |"]
+    for row in found["rows"]:
+        errors = [row[f"{part}_error"] for part in ("key", "score", "value", "output")]
+        cells = " | ".join(f"{100 * error:.1f}" for error in errors)
+        lines.append(f"| `{row['kv']}` | {cells} |")
+    lines += ["", f"{found['rows'][0]['tokens']:,} tokens of {found['text']}."]
     return "\n".join(lines)
 
 
@@ -128,7 +141,8 @@ def main() -> None:
     text = README.read_text(encoding="utf-8")
     new = text
     tables = {
-        "formats": formats(), "quality": quality(), "cache-speed": cache_speed(), "speed": speed(),
+        "formats": formats(), "quality": quality(), "attention": attention(),
+        "cache-speed": cache_speed(), "speed": speed(),
     }  # fmt: skip
     for name, table in tables.items():
         mark = re.compile(rf"(<!-- {name} -->\n)(?:.*?\n)?(<!-- end -->)", re.DOTALL)
