@@ -173,11 +173,10 @@ def _fit_layer(
     # Before RoPE an error of a channel reaches either channel of its pair.
     pairs = (queries + np.roll(queries, dim // 2, -1)) / 2
     # Half of the weight is every token's: any of them may be what a later query looks for.
-    by_token = received + received.mean(0)  # (n, kv_heads)
     for rope in ROPES:
         by_channel = (queries if rope == "post" else pairs).astype(np.float32)
         turned = _in_form(keys, rope, rotary, positions)
-        yield from _fit_keys(f"k.{rope}", turned, by_token[:, :, None] * by_channel)
+        yield from _fit_keys(f"k.{rope}", turned, received[:, :, None] * by_channel)
     gains = gains.reshape(by_group)  # (kv_heads, group, head_dim)
     importance = np.einsum("nkg,kgd->nkd", squared.reshape(len(keys), kv_heads, -1), gains)
     yield from _fit_values(values, importance, gains.sum(1), float(np.clip(alone.mean(), 0.02, 1)))
