@@ -172,7 +172,6 @@ def _fit_layer(
     yield "v.sensitivity", (gains * alone[:, None]).reshape(by_group).sum(1).astype(np.float32)
     # Before RoPE an error of a channel reaches either channel of its pair.
     pairs = (queries + np.roll(queries, dim // 2, -1)) / 2
-    # Half of the weight is every token's: any of them may be what a later query looks for.
     for rope in ROPES:
         by_channel = (queries if rope == "post" else pairs).astype(np.float32)
         turned = _in_form(keys, rope, rotary, positions)

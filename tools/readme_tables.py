@@ -145,7 +145,7 @@ def main() -> None:
         "cache-speed": cache_speed(), "speed": speed(),
     }  # fmt: skip
     for name, table in tables.items():
-        mark = re.compile(rf"(<!-- {name} -->\n)(?:.*?\n)?(<!-- end -->)", re.DOTALL)
+        mark = re.compile(rf"(<!-- {name} -->\n)(?:.*?)(<!-- end -->)", re.DOTALL)
         if not mark.search(new):
             sys.exit(f"README.md has no <!-- {name} --> ... <!-- end --> to fill")
         new = mark.sub(lambda match, table=table: match[1] + table + "\n" + match[2], new)
