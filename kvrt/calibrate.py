@@ -3,8 +3,8 @@
 KVQuant (arXiv 2401.18079) weighs errors by gradients of a loss; here attention says what they cost,
 without any. An error d of a key moves the score of a query q by q . d and, to second order, the
 divergence of its softmax by a * (q . d)^2, a being the attention that the token gets: numbers of a
-key count by the attention their token receives and by E[q_c^2]. (Without the first factor, 2-bit
-keys lose twice as much: what queries look for is among the extremes.) An error of a value moves the
+key count by the attention their token receives and by E[q_c^2]. (Without the first factor 2-bit
+keys lose much more: what queries look for is among the extremes.) An error of a value moves the
 output by a * d, projected: values count by a^2 and by the norm of the output projection's column.
 """
 
