@@ -268,10 +268,11 @@ def saved_at_exit(chat: Chat, path: Path | None) -> Iterator[Callable[[], None]]
 
 def banner(model: Model, chat: Chat, *, interactive: bool) -> str:
     """Model, device, threads, cache format and its cost, context limit in tokens."""
-    from ..kvstore import Geometry, bits_per_element, bytes_per_token
+    from ..generate import cache_geometry
+    from ..kvstore import bits_per_element, bytes_per_token
 
     config = model.config
-    geometry = Geometry(config.num_layers, config.num_kv_heads, config.head_dim)
+    geometry = cache_geometry(config)
     lines = [
         f"kvrt {__version__}: {model.name} ({config.model_type}, "
         f"{config.parameters() / 1e6:,.1f} M parameters) on {model.ops.device_name}",

@@ -241,11 +241,11 @@ def _check_formats(
 ) -> list[tuple[str, KVSpec]]:
     """The formats that fit the model. One that was asked for and does not is refused."""
     from ..config import ModelConfig
+    from ..generate import cache_geometry
     from ..hub import resolve
-    from ..kvstore import Geometry
 
     config = ModelConfig.from_dir(resolve(str(choice.model)))
-    geometry = Geometry(config.num_layers, config.num_kv_heads, config.head_dim)
+    geometry = cache_geometry(config)
     fitting = []
     for name, spec in formats:
         try:

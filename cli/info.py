@@ -55,14 +55,8 @@ def model_facts(folder: Path, specs: tuple[str, ...]) -> tuple[dict[str, Any], l
     Bytes are of one sequence; `fixed_bytes` do not grow with it.
     """
     from ..config import ModelConfig
-    from ..kvstore import (
-        Geometry,
-        KVSpec,
-        bits_per_element,
-        bytes_per_token,
-        estimate,
-        fixed_bytes,
-    )
+    from ..generate import cache_geometry
+    from ..kvstore import KVSpec, bits_per_element, bytes_per_token, estimate, fixed_bytes
     from ..models.families import expected_tensors, ignored_tensor
     from ..weights import Weights
 
@@ -70,7 +64,7 @@ def model_facts(folder: Path, specs: tuple[str, ...]) -> tuple[dict[str, Any], l
         raise UsageError("no cache format to price")
     parsed = [KVSpec.parse(resolve_kv(text, None, None, "f16")) for text in specs]
     config = ModelConfig.from_dir(folder)
-    geometry = Geometry(config.num_layers, config.num_kv_heads, config.head_dim)
+    geometry = cache_geometry(config)
     for spec in parsed:
         spec.check(geometry)
     weights = Weights.open(folder, expected_tensors(config), ignored_tensor)

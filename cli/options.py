@@ -283,13 +283,14 @@ def _debugging() -> bool:
 def _fitting(kv: str, model: str) -> tuple[str, str]:
     """A default cache format, or f16 and what to say for a model that it does not fit."""
     from ..config import ModelConfig
+    from ..generate import cache_geometry
     from ..hub import resolve
-    from ..kvstore import Geometry, KVSpec
+    from ..kvstore import KVSpec
 
     config = ModelConfig.from_dir(resolve(model))
     spec = KVSpec.parse(kv)
     try:
-        spec.check(Geometry(config.num_layers, config.num_kv_heads, config.head_dim))
+        spec.check(cache_geometry(config))
         if spec.sink + spec.window > config.max_context:
             raise UnsupportedError(
                 f"it keeps {spec.sink + spec.window} tokens exact, more than the context of "

@@ -18,8 +18,8 @@ import numpy as np
 
 from .backends.ops import PAGE_TOKENS
 from .calibration import BITS, ROPES, SHARES, Calibration, Origin, middle_and_half
+from .generate import cache_geometry
 from .kvstore.codecs import Nuq
-from .kvstore.layout import Geometry
 from .kvstore.rotary import Rotary
 from .levels import optimal_levels, refined_levels, rounded
 from .progress import Progress, silent
@@ -72,7 +72,7 @@ def calibrate(
     windows = cut_windows(documents, context)
     count = max(1, min(len(windows), tokens // context))
     windows = windows[(np.arange(count) * 2 + 1) * len(windows) // (2 * count)]  # (count, context)
-    geometry = _geometry(model)
+    geometry = cache_geometry(model.config)
     per_token = 4 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim
     stride = -(-windows.size * per_token // SAMPLE_BYTES)
     # From the second token on; an odd stride meets every offset in a page.
@@ -96,11 +96,6 @@ def calibrate(
         progress("fit", len(layers), len(layers))
     origin = Origin(model.name, model.fingerprint, geometry, tuple(texts), windows.size)
     return Calibration(origin, {name: np.stack(parts) for name, parts in tensors.items()})
-
-
-def _geometry(model: Model) -> Geometry:
-    config = model.config
-    return Geometry(config.num_layers, config.num_kv_heads, config.head_dim)
 
 
 class _Collector:

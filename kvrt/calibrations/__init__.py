@@ -16,7 +16,7 @@ import numpy as np
 from ..calibration import FILE_NAME, Calibration
 from ..errors import UnsupportedError
 from ..fingerprint import model_fingerprint
-from ..kvstore.layout import Geometry
+from ..generate import cache_geometry
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -47,13 +47,11 @@ class Calibrations:
 
     @cached_property
     def _found(self) -> Calibration:
-        config = self._config
-        geometry = Geometry(config.num_layers, config.num_kv_heads, config.head_dim)
-        fingerprint = model_fingerprint(config, self._weights)
+        fingerprint = model_fingerprint(self._config, self._weights)
         own = self._folder / FILE_NAME
         if self._given is not None or own.exists():
             found = Calibration.open(Path(self._given) if self._given is not None else own)
-            found.check(fingerprint, geometry)
+            found.check(fingerprint, cache_geometry(self._config))
             return found
         for path in sorted(Path(__file__).parent.glob("*.safetensors")):
             shipped = Calibration.open(path)

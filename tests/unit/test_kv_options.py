@@ -5,13 +5,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvrt.backends.cpu import CpuOps
+from kvrt.backends.view import TURNS
+from kvrt.cli.info import model_facts
 from kvrt.cli.kv_options import resolve_kv
 from kvrt.cli.main import run
 from kvrt.cli.options import ModelChoice, open_model
+from kvrt.config import ModelConfig
 from kvrt.errors import KvrtError, UnsupportedError, UsageError
-from kvrt.kvstore import PRESETS, Geometry, KVSpec, bits_per_element, bytes_per_token, fixed_bytes
+from kvrt.generate import cache_geometry
+from kvrt.kvstore import (
+    PRESETS,
+    Geometry,
+    KVSpec,
+    KVStore,
+    Rotary,
+    bits_per_element,
+    bytes_per_token,
+    fixed_bytes,
+)
 from tests.helpers.tiny_model import write_tiny_model
 
 
@@ -250,6 +265,21 @@ def test_info_refuses_what_does_not_fit(spec: str, words: str, tmp_path: Path, c
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert words in err
+
+
+def test_info_counts_what_a_bias_of_the_keys_costs(tmp_path: Path, ops: CpuOps) -> None:
+    """A packed cache leaves the bias out of keys and then holds tables of angles."""
+    write_tiny_model(tmp_path, "qwen2")
+    facts, _ = model_facts(tmp_path, ("f8",))
+    config = ModelConfig.from_dir(tmp_path)
+    rotary = Rotary(config.rope.inverse_frequencies(config.head_dim))
+    shape = (config.num_kv_heads, config.head_dim)
+    biases = [ops.to_device(np.ones(shape, np.float32)) for _ in range(config.num_layers)]
+    store = KVStore(
+        cache_geometry(config), KVSpec.parse("f8"), ops, 64, rotary=rotary, key_bias=biases
+    )
+    assert facts["kv"][0]["fixed_bytes"] == store.stats().bytes
+    assert store.view(0).settings[TURNS]  # they are there
 
 
 def test_a_spec_is_a_text_that_load_takes() -> None:
