@@ -61,8 +61,9 @@ class Decoder:
         self.ops = ops
         self._lock = threading.Lock()
         self._scale = 1.0 / math.sqrt(config.head_dim)
-        self._frequencies = config.rope.inverse_frequencies(config.head_dim)  # (head_dim / 2,) f64
-        self._amplitude = config.rope.attention_scaling()
+        self.rotary = Rotary(
+            config.rope.inverse_frequencies(config.head_dim), config.rope.attention_scaling()
+        )
         self._embedding = ops.matrix(weights["model.embed_tokens.weight"])
         self._layers = [self._load_layer(weights, index) for index in range(config.num_layers)]
         self._norm = self._vector(weights["model.norm.weight"])
@@ -77,11 +78,6 @@ class Decoder:
             return None
         shape = (self.config.num_kv_heads, self.config.head_dim)
         return [layer.k.bias.reshape(shape) for layer in self._layers]  # type: ignore[union-attr]
-
-    @property
-    def rotary(self) -> Rotary:
-        """The rotation of this model's keys."""
-        return Rotary(self._frequencies, self._amplitude)
 
     def output_gains(self, layer: int) -> np.ndarray:
         """How strongly a layer's output projection passes each attention channel on.
@@ -124,11 +120,8 @@ class Decoder:
 
     def _rotation(self, start: int, count: int) -> tuple[Any, Any]:
         """cos and sin (count, head_dim / 2) f32 of positions start, start + 1, ..."""
-        positions = np.arange(start, start + count, dtype=np.float64)
-        angles = positions[:, None] * self._frequencies  # (count, head_dim / 2) f64
-        cos, sin = np.cos(angles) * self._amplitude, np.sin(angles) * self._amplitude
-        to_device = self.ops.to_device
-        return to_device(cos.astype(np.float32)), to_device(sin.astype(np.float32))
+        table = self.rotary.table(np.arange(start, start + count), self.rotary.amplitude)
+        return self.ops.to_device(table[:, 0]), self.ops.to_device(table[:, 1])
 
     def _checked(self, token_ids: TokenIds, store: KVStore | None) -> np.ndarray:
         """The tokens as an array (n,) i64, refused if they or the store do not fit the model."""

@@ -1,17 +1,16 @@
 """Ctrl-C at every line of the store and of the pool, and a fork: nothing lost, nothing stuck."""
 
 import os
-import sys
 from collections.abc import Callable
-from types import CodeType, FrameType
-from typing import Any
+from types import CodeType
 
 import numpy as np
 import pytest
 
 from kvrt.backends.cpu import CpuOps
 from kvrt.backends.pool import Pool
-from kvrt.kvstore import Geometry, KVStore, basis, layers, store
+from kvrt.kvstore import Geometry, KVStore, basis, checks, layers, reading, state, store
+from tests.helpers.interrupts import interrupt_at
 from tests.helpers.stores import (
     Tokens,
     append,
@@ -29,39 +28,15 @@ PACKED_GEOMETRY = Geometry(num_layers=2, num_kv_heads=1, head_dim=16)
 PACKED_TOKENS = random_tokens(330, PACKED_GEOMETRY)
 
 
+IN_THE_STORE = {module.__file__ for module in (store, basis, checks, layers, reading, state)}
+
+
 def in_the_store(code: CodeType) -> bool:
-    return code.co_filename in (store.__file__, basis.__file__, layers.__file__)
+    return code.co_filename in IN_THE_STORE
 
 
 def in_the_pool(code: CodeType) -> bool:
     return code is Pool.run.__code__
-
-
-def interrupt_at(
-    line: int, action: Callable[[], None], where: Callable[[CodeType], bool] = in_the_store
-) -> bool:
-    """Run the action with a KeyboardInterrupt at its n-th line in some code; whether it came."""
-    left = line
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal left
-        if not where(frame.f_code):
-            return None
-        if event == "line":
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-        return trace
-
-    previous = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(previous)
-    return False
 
 
 def check(kept: KVStore) -> None:
@@ -89,7 +64,7 @@ def test_an_interrupted_addition_can_be_repeated(ops: CpuOps, name: str) -> None
         kept = new_store(ops, SPEC)
         if start:
             extend(kept, TOKENS.part(0, start))
-        if not interrupt_at(line, lambda kept=kept: action(kept, TOKENS)):  # type: ignore[misc]
+        if not interrupt_at(line, lambda kept=kept: action(kept, TOKENS), in_the_store):  # type: ignore[misc]
             break
         assert len(kept) in lengths
         check(kept)
@@ -107,7 +82,7 @@ def test_an_interrupted_addition_of_packed_tokens(ops: CpuOps, name: str) -> Non
     for line in range(1, 2000, 3):
         kept = begun.fork()
         run = lambda kept=kept: action(kept, PACKED_TOKENS)  # noqa: E731
-        if not interrupt_at(line, run):
+        if not interrupt_at(line, run, in_the_store):
             break
         assert len(kept) in lengths
         extend(kept, PACKED_TOKENS.part(len(kept), 330))
@@ -123,7 +98,7 @@ def test_an_interrupted_shift_is_done_or_not(ops: CpuOps) -> None:
     known = {330: contents(begun), 202: contents(moved)}
     for line in range(1, 2000):
         kept = begun.fork()
-        if not interrupt_at(line, lambda kept=kept: kept.shift(128)):  # type: ignore[misc]
+        if not interrupt_at(line, lambda kept=kept: kept.shift(128), in_the_store):  # type: ignore[misc]
             break
         read(kept)
         assert contents(kept) == known[len(kept)]
@@ -135,7 +110,7 @@ def test_an_interrupted_truncation_keeps_a_prefix(ops: CpuOps, tokens: int) -> N
     for line in range(1, 2000):
         kept = new_store(ops, SPEC)
         extend(kept, TOKENS.part(0, 300))
-        if not interrupt_at(line, lambda kept=kept: kept.truncate(tokens)):  # type: ignore[misc]
+        if not interrupt_at(line, lambda kept=kept: kept.truncate(tokens), in_the_store):  # type: ignore[misc]
             break
         assert len(kept) in (tokens, 300)
         check(kept)
