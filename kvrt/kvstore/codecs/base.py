@@ -6,7 +6,7 @@ a page, (64, head_dim) f32, token by token.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 
@@ -15,7 +15,8 @@ from ...backends.view import CODEC, CODES, META, OWN, SHARED, STATE, TABLE
 from ...errors import UnsupportedError
 
 __all__ = [
-    "CODEC", "CODES", "META", "OWN", "SHARED", "STATE", "TABLE", "Packed", "Survey", "TileCodec",
+    "CODEC", "CODES", "META", "OWN", "SHARED", "STATE", "TABLE",
+    "Codec", "Packed", "Survey", "TileCodec",
 ]  # fmt: skip
 
 Survey = Literal["never", "first", "every"]
@@ -76,24 +77,11 @@ class TileCodec(Protocol):
         ...
 
 
-class Packed:
-    """What all codecs of packed codes have in common."""
+class Codec:
+    """What a codec is unless it says otherwise: codes alone, and nothing to know beforehand."""
 
-    exact_dtype = np.dtype(np.float16)
     calibrated = False
-    survey: Survey = "never"
-    name: str
-    code_bits: int
-
-    def check(self, is_value: bool, num_kv_heads: int, head_dim: int) -> None:
-        if head_dim % 16:
-            raise UnsupportedError(
-                f"{self.name} needs a head_dim that is a multiple of 16, this cache has "
-                f"{head_dim}; f32, f16 and bf16 take any"
-            )
-
-    def code_bytes(self, head_dim: int) -> int:
-        return PAGE_TOKENS * head_dim * self.code_bits // 8
+    survey: ClassVar[Survey] = "never"
 
     def meta_bytes(self, is_value: bool, head_dim: int) -> int:
         return 0
@@ -106,3 +94,21 @@ class Packed:
 
     def table_floats(self, is_value: bool, num_kv_heads: int, head_dim: int) -> int:
         return 0
+
+
+class Packed(Codec):
+    """What all codecs of packed codes have in common."""
+
+    exact_dtype = np.dtype(np.float16)
+    name: str
+    code_bits: int
+
+    def check(self, is_value: bool, num_kv_heads: int, head_dim: int) -> None:
+        if head_dim % 16:
+            raise UnsupportedError(
+                f"{self.name} needs a head_dim that is a multiple of 16, this cache has "
+                f"{head_dim}; f32, f16 and bf16 take any"
+            )
+
+    def code_bytes(self, head_dim: int) -> int:
+        return PAGE_TOKENS * head_dim * self.code_bits // 8

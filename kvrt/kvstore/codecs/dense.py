@@ -10,7 +10,7 @@ import numpy as np
 
 from ...backends import cpu_math, jit
 from ...backends.ops import PAGE_TOKENS
-from .base import CODES, OWN, Survey
+from .base import CODES, OWN, Codec
 
 DTYPES: dict[str, np.dtype] = {
     "f32": np.dtype(np.float32),
@@ -20,14 +20,12 @@ DTYPES: dict[str, np.dtype] = {
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(Codec):
     """One side (K or V) of a dense page."""
 
     name: Literal["f32", "f16", "bf16"]
 
     number = 0
-    calibrated = False
-    survey: Survey = "never"
 
     @property
     def exact_dtype(self) -> np.dtype:
@@ -39,18 +37,6 @@ class Dense:
 
     def code_bytes(self, head_dim: int) -> int:
         return PAGE_TOKENS * head_dim * self.exact_dtype.itemsize
-
-    def meta_bytes(self, is_value: bool, head_dim: int) -> int:
-        return 0
-
-    def shared_bytes(self, is_value: bool, num_kv_heads: int, head_dim: int) -> int:
-        return 0
-
-    def state_floats(self, num_kv_heads: int, head_dim: int) -> int:
-        return 0
-
-    def table_floats(self, is_value: bool, num_kv_heads: int, head_dim: int) -> int:
-        return 0
 
     def settings(self, is_value: bool, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (cpu_math.KINDS[self.exact_dtype],)

@@ -10,7 +10,7 @@ the head-room of 2 to 4 costs nothing but subnormals, of which both formats have
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -30,7 +30,7 @@ class Fp8(Packed):
 
     number = 3
     code_bits = 8
-    survey: Survey = "first"
+    survey: ClassVar[Survey] = "first"
 
     def state_floats(self, num_kv_heads: int, head_dim: int) -> int:
         return num_kv_heads

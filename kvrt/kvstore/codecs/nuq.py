@@ -23,7 +23,7 @@ channel) is kept.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -55,7 +55,7 @@ class Nuq(Packed):
 
     number = 4
     calibrated = True
-    survey: Survey = "every"  # of keys it needs none
+    survey: ClassVar[Survey] = "every"  # of keys it needs none
 
     @property
     def name(self) -> str:  # type: ignore[override]
