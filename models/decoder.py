@@ -32,7 +32,8 @@ Progress = Callable[[int, int], None]
 Visit = Callable[[int, Any, Any, Any], None]
 
 CHUNK_TOKENS = 256
-"""Projections and MLP run over so many tokens at a time, which bounds activations."""
+"""Projections and MLP of a prefill run over so many tokens at a time, which bounds activations;
+`Decoder.chunk_tokens` changes it."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,11 @@ class Layer:
 class Decoder:
     """Token ids in, logits out; keys and values go to the store that is passed in."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, np.ndarray], ops: Ops):
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Any], ops: Ops):
+        """`weights` has arrays as stored, or a RandomMatrix where the backend is to make one."""
         self.config = config
         self.ops = ops
+        self.chunk_tokens = CHUNK_TOKENS
         self._lock = threading.Lock()
         self._scale = 1.0 / math.sqrt(config.head_dim)
         self.rotary = Rotary(
@@ -70,6 +73,15 @@ class Decoder:
         head = None if config.tie_embeddings else ops.matrix(weights["lm_head.weight"])
         self._head = Linear(head or self._embedding)
         self._step = _StepBuffers(config, ops)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of weights that a decode step reads: all but an embedding that is no head."""
+        matrices = [self._head.weight]
+        for layer in self._layers:
+            linears = (layer.q, layer.k, layer.v, layer.o, layer.gate, layer.up, layer.down)
+            matrices += [linear.weight for linear in linears]
+        return sum(int(matrix.array.nbytes) for matrix in matrices)
 
     @property
     def key_biases(self) -> list[Any] | None:
@@ -91,7 +103,7 @@ class Decoder:
     def _vector(self, array: np.ndarray) -> Any:
         return self.ops.to_device(array.astype(np.float32))
 
-    def _load_layer(self, weights: Mapping[str, np.ndarray], index: int) -> Layer:
+    def _load_layer(self, weights: Mapping[str, Any], index: int) -> Layer:
         prefix = f"model.layers.{index}"
 
         def linear(name: str) -> Linear:
@@ -265,14 +277,15 @@ class Decoder:
         return x
 
     def _chunks(self, count: int) -> list[slice]:
-        return [slice(i, min(i + CHUNK_TOKENS, count)) for i in range(0, count, CHUNK_TOKENS)]
+        step = self.chunk_tokens
+        return [slice(i, min(i + step, count)) for i in range(0, count, step)]
 
     def _project(
         self, x: Any, layer: Layer, q: Any, k: Any, v: Any, rotation: tuple[Any, Any]
     ) -> None:
         """Norm, projections, q/k norm and RoPE into q, k, v (n, heads, head_dim)."""
         ops, eps = self.ops, self.config.norm_eps
-        h = ops.empty((min(CHUNK_TOKENS, len(x)), x.shape[1]))  # (chunk, hidden_size)
+        h = ops.empty((min(self.chunk_tokens, len(x)), x.shape[1]))  # (chunk, hidden_size)
         for chunk in self._chunks(len(x)):
             part = h[: chunk.stop - chunk.start]
             ops.rmsnorm(x[chunk], layer.input_norm, eps, part)
@@ -287,7 +300,7 @@ class Decoder:
     def _finish(self, x: Any, layer: Layer, attention: Any) -> None:
         """Output projection and MLP, added to the residual stream x (n, hidden_size)."""
         ops = self.ops
-        rows = min(CHUNK_TOKENS, len(x))
+        rows = min(self.chunk_tokens, len(x))
         h = ops.empty((rows, x.shape[1]))  # (chunk, hidden_size)
         inner = ops.empty((rows, self.config.intermediate_size))
         for chunk in self._chunks(len(x)):

@@ -31,3 +31,11 @@ def check_device(device: str) -> None:
         raise UnsupportedError(
             f"device {device!r} is not supported by this version; what works: {', '.join(DEVICES)}"
         )
+
+
+def available_memory(device: str) -> int:
+    """Bytes that a model and its cache can have on a device; 0 where unknown."""
+    from .memory import available_bytes
+
+    check_device(device)
+    return available_bytes()

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -10,10 +11,10 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from ..errors import KernelError, UsageError
-from . import cpu_attn, cpu_store
+from . import cpu_attn, cpu_store, memory
 from .cpu_math import KINDS
-from .native import Kernels
-from .ops import PAGE_TOKENS, Linear, Matrix
+from .native import Kernels, library_name, processor_name
+from .ops import PAGE_TOKENS, Linear, Matrix, RandomMatrix
 from .view import PageView
 
 _GEMV_ROWS = 4
@@ -27,6 +28,12 @@ _SCORE_ELEMENTS = 1 << 17
 
 _FEW_ROWS = 8
 """Row-wise kernels on fewer rows run on the calling thread."""
+
+
+_PROBE_BYTES = 1 << 28
+"""Memory read to measure bandwidth: far beyond any cache."""
+
+_PROBE_PASSES = 10
 
 
 class Tensor(np.ndarray):
@@ -74,6 +81,14 @@ class CpuOps:
     def device_name(self) -> str:
         return f"CPU, {self.threads} thread{'s' if self.threads > 1 else ''}"
 
+    @property
+    def hardware(self) -> str:
+        return processor_name()
+
+    @property
+    def build(self) -> str:
+        return f"{library_name()}, {self.kernels.team.kind}"
+
     # Arrays
 
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Tensor:
@@ -88,7 +103,9 @@ class CpuOps:
     def address(self, array: np.ndarray) -> int:
         return _at(array)
 
-    def matrix(self, array: np.ndarray) -> Matrix:
+    def matrix(self, array: np.ndarray | RandomMatrix) -> Matrix:
+        if isinstance(array, RandomMatrix):
+            array = self._random(array)
         if array.ndim != 2 or not array.flags.c_contiguous or array.dtype not in KINDS:
             raise KernelError(
                 f"a weight matrix must be (rows, cols), contiguous, f32, f16 or bf16; "
@@ -96,6 +113,37 @@ class CpuOps:
             )
         kind = KINDS[array.dtype]
         return Matrix(array, array.ctypes.data, kind, *array.shape)
+
+    def _random(self, recipe: RandomMatrix) -> Tensor:
+        out = self.empty(recipe.shape, recipe.dtype)
+        rows, cols = recipe.shape
+        low, high = recipe.seed & 0xFFFFFFFF, recipe.seed >> 32 & 0xFFFFFFFF
+        kind = KINDS[recipe.dtype]
+        self.kernels.random_rows(
+            rows, self._grain(rows), out.address, kind, cols, low, high, recipe.scale
+        )
+        return out
+
+    # Memory
+
+    def reset_peak(self) -> bool:
+        memory.release_freed()
+        return memory.reset_peak()
+
+    def peak_bytes(self) -> int:
+        return memory.peak_resident_bytes()
+
+    def read_bandwidth(self) -> float:
+        runs, words = _PROBE_BYTES >> 17, 1 << 14  # of 128 KiB
+        buffer = self.empty((runs * words,), np.uint64)
+        buffer.fill(1)
+        sums = self.empty((runs,), np.uint64)
+        best = float("inf")
+        for _ in range(_PROBE_PASSES):
+            started = time.perf_counter()
+            self.kernels.read_words(runs, 8, buffer.address, words, sums.address)
+            best = min(best, time.perf_counter() - started)
+        return buffer.nbytes / best
 
     # Decoder
 

@@ -1,6 +1,7 @@
-"""Resident memory of this process."""
+"""Memory of this process and of its machine."""
 
 import ctypes
+import os
 import sys
 from pathlib import Path
 
@@ -29,3 +30,36 @@ def release_freed() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def reset_peak() -> bool:
+    """Have `peak_resident_bytes` count from now on; False where the system cannot (not Linux)."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def available_bytes() -> int:
+    """Memory that this process can still take without swapping; 0 where unknown.
+
+    What is free or can be freed, and no more than the control group leaves.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvail"))
+    except (OSError, StopIteration):
+        return _physical_bytes()
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
+        return min(free, int(limit) - int(used))
+    except (OSError, ValueError):  # no such group, or "max": no limit
+        return free
+
+
+def _physical_bytes() -> int:
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return 0
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

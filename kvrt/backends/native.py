@@ -37,6 +37,7 @@ HEADER_SLOTS = 4
 KERNEL_MODULES = (
     "kvrt.backends.cpu_kernels",
     "kvrt.backends.cpu_attn",
+    "kvrt.backends.cpu_probe",
     "kvrt.kvstore.codecs.dispatch",
 )
 """Modules whose import registers kernels. The last brings those of every codec."""
@@ -53,6 +54,19 @@ def linker() -> list[str] | None:
         if name and shutil.which(name):
             return [name]
     return None
+
+
+def processor_name() -> str:
+    """The processor's own name."""
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def _cpuinfo(field: str) -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
 
 
 def _processor() -> str:

@@ -30,6 +30,23 @@ class Matrix:
 
 
 @dataclass(frozen=True)
+class RandomMatrix:
+    """A weight matrix that a backend makes itself, the same on each: uniform in -scale .. scale.
+
+    Element i, counted row by row, follows from i and the seed (64 bits) alone.
+    """
+
+    shape: tuple[int, int]
+    dtype: np.dtype[Any]
+    seed: int
+    scale: float
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape[0] * self.shape[1] * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class Linear:
     """y = x @ weight.T + bias; bias (rows,) f32 or None."""
 
@@ -48,6 +65,16 @@ class Ops(Protocol):
         """The device in words, for people."""
         ...
 
+    @property
+    def hardware(self) -> str:
+        """The processor's own name."""
+        ...
+
+    @property
+    def build(self) -> str:
+        """What tells these kernels from those of other sources, and how they are run."""
+        ...
+
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
         """An array with undefined contents."""
         ...
@@ -58,8 +85,20 @@ class Ops(Protocol):
         """The 64-bit address of an array's first element."""
         ...
 
-    def matrix(self, array: np.ndarray) -> Matrix:
-        """Make a weight matrix usable; kept in its stored type."""
+    def matrix(self, array: np.ndarray | RandomMatrix) -> Matrix:
+        """Make a weight matrix usable, kept in its stored type; a random one is made here."""
+        ...
+
+    def reset_peak(self) -> bool:
+        """Begin to measure the peak anew; False where it can only be that of the whole process."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """The most memory held at once: the process's on a CPU, the allocator's on a GPU."""
+        ...
+
+    def read_bandwidth(self) -> float:
+        """Bytes a second at which the device reads its memory, measured now."""
         ...
 
     def embed(self, table: Matrix, token_ids: np.ndarray) -> Array:

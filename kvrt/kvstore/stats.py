@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..backends.ops import PAGE_TOKENS
@@ -110,6 +111,33 @@ def stats_for(geometry: Geometry, spec: KVSpec, tokens: int) -> StoreStats:
 def estimate(geometry: Geometry, spec: KVSpec, tokens: int) -> int:
     """Bytes of a store that holds so many tokens; equals `KVStore.stats().bytes`."""
     return stats_for(geometry, spec, tokens).bytes
+
+
+def read_bytes(
+    geometry: Geometry, spec: KVSpec, lengths: Iterable[int], windows: Sequence[int | None]
+) -> list[int]:
+    """Bytes that one token's attention reads of a cache of each length, over all layers.
+
+    Sealed pages and exact tokens; `windows` has of each layer how many tokens a query sees, None
+    for all. Pages count whole.
+    """
+    parts = []  # of each layer: bytes of a page, bytes of an exact token, window
+    for layout, window in zip(layouts(geometry, spec), windows, strict=True):
+        numbers = sum(codec.exact_dtype.itemsize for codec in layout.codecs)
+        exact = geometry.num_kv_heads * geometry.head_dim * numbers
+        parts.append((layout.page_bytes, exact, window))
+    found = []
+    for length in lengths:
+        pages, total = sealed_pages(spec, length), 0
+        for page_bytes, exact_bytes, window in parts:
+            first = 0 if window is None else max(length - window, 0)
+            unseen = min(max(first - spec.sink, 0) // PAGE_TOKENS, pages)
+            sinks = max(min(length, spec.sink) - first, 0)
+            tail_start = min(length, spec.sink) + pages * PAGE_TOKENS
+            tail = length - max(tail_start, first)
+            total += (pages - unseen) * page_bytes + (sinks + max(tail, 0)) * exact_bytes
+        found.append(total)
+    return found
 
 
 def fixed_bytes(geometry: Geometry, spec: KVSpec) -> int:
