@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -36,51 +35,43 @@ def command(
 ) -> None:
     """Show the geometry, the parameters and the cost of the KV cache of MODEL.
 
-    MODEL is a folder or the name of a pulled model. Weights are not read, only their headers.
+    MODEL is a folder, the name of a pulled model, or synthetic:NAME, a published shape. Weights are
+    not read, only their headers.
     """
     from ..backends import check_device
-    from ..hub import resolve
 
     check_device(device)
-    facts, full_bytes = model_facts(resolve(model), specs)
+    facts, full_bytes = model_facts(model, specs)
     if as_json:
         emit_json(facts)
     else:
         emit("\n".join(_lines(facts, full_bytes)) + "\n")
 
 
-def model_facts(folder: Path, specs: tuple[str, ...]) -> tuple[dict[str, Any], list[int]]:
+def model_facts(model: str, specs: tuple[str, ...]) -> tuple[dict[str, Any], list[int]]:
     """What `kvrt info --json` prints, and the bytes of each cache at the full context.
 
     Bytes are of one sequence; `fixed_bytes` do not grow with it.
     """
-    from ..config import ModelConfig
-    from ..generate import cache_geometry
     from ..kvstore import KVSpec, bits_per_element, bytes_per_token, estimate, fixed_bytes
-    from ..models.families import expected_tensors, ignored_tensor
-    from ..weights import Weights
+    from ..source import find_shape
 
     if not specs:
         raise UsageError("no cache format to price")
     parsed = [KVSpec.parse(resolve_kv(text, None, None, "f16")) for text in specs]
-    config = ModelConfig.from_dir(folder)
-    geometry = cache_geometry(config)
+    shape = find_shape(model)
+    geometry = shape.geometry
     for spec in parsed:
         spec.check(geometry)
-    weights = Weights.open(folder, expected_tensors(config), ignored_tensor)
-    try:
-        weight_bytes = weights.nbytes
-    finally:
-        weights.close()
     facts = {
-        "model_type": config.model_type,
-        "num_layers": config.num_layers,
-        "num_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "parameters": config.parameters(),
-        "weight_bytes": weight_bytes,
-        "max_context": config.max_context,
+        "model_type": shape.model_type,
+        "num_layers": shape.num_layers,
+        "num_heads": shape.num_heads,
+        "num_kv_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "parameters": shape.parameters,
+        "weight_bytes": shape.weight_bytes,
+        "max_context": shape.max_context,
         "kv": [
             {
                 "spec": str(spec),
@@ -91,7 +82,7 @@ def model_facts(folder: Path, specs: tuple[str, ...]) -> tuple[dict[str, Any], l
             for spec in parsed
         ],
     }
-    return facts, [estimate(geometry, spec, config.max_context) for spec in parsed]
+    return facts, [estimate(geometry, spec, shape.max_context) for spec in parsed]
 
 
 def _lines(facts: dict[str, Any], full_bytes: list[int]) -> list[str]:

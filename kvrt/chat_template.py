@@ -37,10 +37,16 @@ class ChatTemplate:
 
     @classmethod
     def from_dir(
-        cls, folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
+        cls,
+        folder: Path | None,
+        tokenizer_config: Mapping[str, Any],
+        special_tokens: Mapping[str, str],
     ) -> ChatTemplate | None:
         """Find it in chat_template.jinja, tokenizer_config.json or chat_template.json, in this
-        order; None if there is none. TemplateError if what is there is no template."""
+        order (without a folder, in the second); None if there is none.
+
+        TemplateError if what is there is no template.
+        """
         source = _find_source(folder, tokenizer_config)
         return None if source is None else cls(source, special_tokens)
 
@@ -139,19 +145,13 @@ def _characters(value: Any) -> int:
     return total
 
 
-def _find_source(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    alone = folder / "chat_template.jinja"
-    if alone.is_file():
+def _find_source(folder: Path | None, tokenizer_config: Mapping[str, Any]) -> str | None:
+    if folder is not None and (alone := folder / "chat_template.jinja").is_file():
         return _read(alone)
     name, found = "tokenizer_config.json", tokenizer_config.get("chat_template")
-    packed = folder / "chat_template.json"
-    if found is None and packed.is_file():
-        name = packed.name
-        try:
-            data = json.loads(_read(packed))
-        except ValueError as error:
-            raise TemplateError(f"{packed} is not JSON: {_one_line(str(error))}") from None
-        found = data.get("chat_template") if isinstance(data, dict) else data
+    if found is None and folder is not None:
+        packed = folder / "chat_template.json"
+        name, found = packed.name, _read_packed(packed) if packed.is_file() else None
     if found is None:
         return None
     if isinstance(found, list):
@@ -159,6 +159,14 @@ def _find_source(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | Non
     if not isinstance(found, str):
         raise TemplateError(f"{name}: chat_template is {type(found).__name__}, expected text")
     return found
+
+
+def _read_packed(path: Path) -> Any:
+    try:
+        data = json.loads(_read(path))
+    except ValueError as error:
+        raise TemplateError(f"{path} is not JSON: {_one_line(str(error))}") from None
+    return data.get("chat_template") if isinstance(data, dict) else data
 
 
 def _default_of(name: str, entries: list[Any]) -> Any:

@@ -255,7 +255,7 @@ def load(
     calibration: str | None = None,
     debug: bool = False,
 ) -> Model:
-    """Load a model folder or a pulled model by name.
+    """Load a model folder, a pulled model by name, or "synthetic:NAME": random weights.
 
     `kv` names the cache format; `calibration` the file that nuq formats need, where the model has
     none of its own; `max_context` limits the cached tokens (default: the model's own
@@ -265,39 +265,41 @@ def load(
     UnsupportedError for a request that cannot be met, ConfigError, WeightError or TokenizerError
     for a broken folder.
     """
-    from . import hub
-    from .backends import check_device, get_ops
+    from .backends import available_memory, check_device, get_ops
     from .backends.memory import release_freed
     from .calibrations import Calibrations
-    from .config import ModelConfig
-    from .fingerprint import model_fingerprint
     from .kvstore import KVSpec
     from .models.decoder import Decoder
-    from .models.families import expected_tensors, ignored_tensor
-    from .recommended import recommended_sampling
-    from .tokenizer import Tokenizer
-    from .weights import Weights
+    from .source import find_source
 
     spec = KVSpec.parse(kv)
     check_device(device)
-    folder = hub.resolve(path_or_name)
-    config = ModelConfig.from_dir(folder)
-    limit = _context_limit(max_context, config.max_context)
-    if spec.sink + spec.window > config.max_context:
+    source = find_source(path_or_name)
+    config = source.config
+    limit = config.max_context
+    if max_context is not None:
+        limit = _checked_context(max_context, source.context_limit)
+    if spec.sink + spec.window > source.context_limit:
         raise UsageError(
             f"cache format {spec}: sink + window are {spec.sink + spec.window:,} tokens, "
-            f"more than this model's context of {config.max_context:,}"
+            f"more than this model's context of {source.context_limit:,}"
         )
     spec.check(cache_geometry(config))
-    sampling = recommended_sampling(folder)
-    tokenizer = Tokenizer.from_dir(folder, config)
+    sampling = source.sampling()
+    tokenizer = source.tokenizer()
     release_freed()  # what parsing the vocabulary left behind
-    weights = Weights.open(folder, expected_tensors(config), ignored_tensor)
-    ops = get_ops(device, threads)  # last, since it may compile kernels
-    decoder = Decoder(config, weights, ops)
-    calibrations = Calibrations(folder, calibration, config, weights)
+    weights = source.weights()
+
+    def fingerprint() -> str:
+        return source.fingerprint(weights)
+
+    calibrations = Calibrations(source.folder, calibration, config, fingerprint)
     if spec.calibrated:
         calibrations.get()  # what is missing is missed now
+    if source.synthetic:
+        _check_memory(path_or_name, weights.nbytes, available_memory(device))
+    ops = get_ops(device, threads)  # last, since it may compile kernels
+    decoder = Decoder(config, weights, ops)
     return Model(
         name=path_or_name,
         config=config,
@@ -309,7 +311,7 @@ def load(
         weight_bytes=weights.nbytes,
         new_store=_store_maker(decoder, limit, calibrations, debug),
         sampling=sampling,
-        fingerprint=lambda: model_fingerprint(config, weights),
+        fingerprint=fingerprint,
     )
 
 
@@ -341,9 +343,16 @@ def _store_maker(
     return new_store
 
 
-def _context_limit(asked: int | None, model_limit: int) -> int:
-    if asked is None:
-        return model_limit
+def _check_memory(name: str, weight_bytes: int, memory_bytes: int) -> None:
+    # Random weights cannot stay in a mapped file: the system would end the process instead.
+    if 0 < memory_bytes < weight_bytes:
+        raise UsageError(
+            f"the weights of {name} take {weight_bytes / 2**30:,.1f} GiB, more than the "
+            f"{memory_bytes / 2**30:,.1f} GiB of memory that are free"
+        )
+
+
+def _checked_context(asked: int, model_limit: int) -> int:
     if not 1 <= asked <= model_limit:
         raise UsageError(
             f"the context limit must be 1 to {model_limit} tokens for this model, got {asked}"

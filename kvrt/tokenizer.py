@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -50,7 +50,7 @@ _PRIVATE = range(0xF0000, 0xFFFFE)  # Supplementary Private Use Area-A
 
 
 class Tokenizer:
-    """The tokenizer of one model folder; make it with `from_dir`. Safe to use from threads.
+    """The tokenizer of one model; `from_dir` makes it of a folder. Safe to use from threads.
 
     vocab_size: number of tokens it knows. The model's own vocab_size is often larger; it may also
         be smaller by some added tokens (a [PAD] that no one ever feeds): text that would need one
@@ -61,10 +61,18 @@ class Tokenizer:
     """
 
     def __init__(
-        self, library: Library, config: ModelConfig, settings: Mapping[str, Any], folder: Path
+        self,
+        library: Library,
+        config: ModelConfig,
+        settings: Mapping[str, Any],
+        folder: Path | None = None,
+        *,
+        name_of: Callable[[int], str] | None = None,
     ) -> None:
+        """`settings`: of tokenizer_config.json; `name_of`: the text of ids that have no token."""
         self._library = library
         self._config = config
+        self._name_of = name_of
         self._lock = threading.Lock()  # guards the switches inside the library's object
         library.no_truncation()
         library.no_padding()
@@ -276,6 +284,8 @@ class Tokenizer:
         if skip_control and number in self._control:
             return None
         token = self._library.id_to_token(number)
+        if token is None and self._name_of is not None:
+            token = self._name_of(number)
         if token is None:  # a row that only pads the model's embedding
             return None
         return self._detokenizer.piece(token, first, number in self._added)

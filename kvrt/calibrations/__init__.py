@@ -6,16 +6,13 @@ the Union addresses (public domain).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ..calibration import FILE_NAME, Calibration
 from ..errors import UnsupportedError
-from ..fingerprint import model_fingerprint
 from ..generate import cache_geometry
 
 if TYPE_CHECKING:
@@ -23,19 +20,22 @@ if TYPE_CHECKING:
 
 
 class Calibrations:
-    """The calibration of one model: the file given, else its folder's, else one of kvrt's own."""
+    """The calibration of one model: the file given, else its folder's, else one of kvrt's own.
+
+    Without a folder (random weights) there is none but the one given.
+    """
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None,
         given: str | None,
         config: ModelConfig,
-        weights: Mapping[str, np.ndarray],
+        fingerprint: Callable[[], str],
     ):
         self._folder = folder
         self._given = given
         self._config = config
-        self._weights = weights
+        self._fingerprint = fingerprint
 
     def get(self) -> Calibration:
         """Open and check it, once.
@@ -47,10 +47,15 @@ class Calibrations:
 
     @cached_property
     def _found(self) -> Calibration:
-        fingerprint = model_fingerprint(self._config, self._weights)
-        own = self._folder / FILE_NAME
-        if self._given is not None or own.exists():
-            found = Calibration.open(Path(self._given) if self._given is not None else own)
+        own = None if self._folder is None else self._folder / FILE_NAME
+        path = own if self._given is None else Path(self._given)
+        if path is None:
+            raise UnsupportedError(
+                "this cache format needs a calibration, and random weights have none"
+            )
+        fingerprint = self._fingerprint()
+        if self._given is not None or path.exists():
+            found = Calibration.open(path)
             found.check(fingerprint, cache_geometry(self._config))
             return found
         for path in sorted(Path(__file__).parent.glob("*.safetensors")):

@@ -256,7 +256,7 @@ class Tiny:
 
     def get(self, given: Path | None = None) -> Calibration:
         asked = None if given is None else str(given)
-        return Calibrations(self.folder, asked, self.config, self.weights).get()
+        return Calibrations(self.folder, asked, self.config, lambda: self.fingerprint).get()
 
 
 @pytest.fixture
@@ -272,11 +272,9 @@ def test_the_given_file_comes_before_the_folders_own(tiny: Tiny, tmp_path: Path)
     assert tiny.get(tmp_path / "given").fingerprint == given
 
 
-def test_the_folders_own_comes_before_the_shipped_one(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folders_own_comes_before_the_shipped_one(tiny: Tiny) -> None:
     shipped = Calibration.open(SHIPPED)
-    monkeypatch.setattr(calibrations, "model_fingerprint", lambda *_: shipped.model_fingerprint)
+    tiny.fingerprint = shipped.model_fingerprint
     assert tiny.get().fingerprint == shipped.fingerprint
     own = tiny.save(tiny.folder / FILE_NAME, 1, model=shipped.model_fingerprint)
     assert tiny.get().fingerprint == own
@@ -335,7 +333,7 @@ def test_a_given_file_that_is_not_there(tiny: Tiny, tmp_path: Path) -> None:
 
 def test_it_is_opened_once(tiny: Tiny) -> None:
     tiny.save(tiny.folder / FILE_NAME, 1)
-    lookup = Calibrations(tiny.folder, None, tiny.config, tiny.weights)
+    lookup = Calibrations(tiny.folder, None, tiny.config, lambda: tiny.fingerprint)
     first = lookup.get()
     (tiny.folder / FILE_NAME).unlink()
     assert lookup.get() is first
