@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
@@ -11,38 +11,45 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ..errors import UnsupportedError, UsageError
-from .console import emit, emit_json, note, read_text_file
-from .kv_options import KV_HELP, calibration_option, kv_side_options, resolve_kv
+from .console import emit, note, read_text_file
+from .kv_options import (
+    DEFAULT_FORMATS,
+    Format,
+    calibration_option,
+    fitting_formats,
+    kv_list_options,
+    resolve_formats,
+)
 from .main import debug_option
 from .options import ModelChoice, common_options, default_model, open_model
+from .report import OBJECT, Column, make_report, output_options
 
 if TYPE_CHECKING:
-    from ..evaluate import Quality
+    from ..config import ModelConfig
     from ..generate import Model
     from ..kvstore import KVSpec
     from ..progress import Progress
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-DEFAULT_FORMATS = ("f16", "kvrt4")
-
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be measured: formats with the names they were given, texts with their files."""
+    """What is to be measured: formats, texts with their files; and how it is to be printed."""
 
     choice: ModelChoice
-    formats: Sequence[tuple[str, KVSpec]]
+    config: ModelConfig
+    formats: Sequence[Format]
     texts: Sequence[tuple[str, str]]
-    as_json: bool
+    output: str
 
     @property
     def names(self) -> list[str]:
-        return [name for name, _ in self.formats]
+        return [measured.name for measured in self.formats]
 
     @property
     def specs(self) -> list[KVSpec]:
-        return [spec for _, spec in self.formats]
+        return [measured.spec for measured in self.formats]
 
 
 @click.group("eval", invoke_without_command=True)
@@ -64,30 +71,26 @@ def eval_options(function: Function) -> Function:
         kv: tuple[str, ...],
         kv_k: str | None,
         kv_v: str | None,
-        as_json: bool,
+        output: str,
         calibration: str | None,
         device: str,
         threads: int | None,
         verbose: bool,
         **rest: Any,
     ) -> Any:
-        formats = _formats(kv, kv_k, kv_v)
+        from ..generate import cache_geometry
+
+        formats = resolve_formats(kv, kv_k, kv_v, DEFAULT_FORMATS)
         named = [(path, _read(path)) for path in texts]
-        choice = ModelChoice(model or default_model(), "f32", None, device, threads, calibration)
-        fitting = _check_formats(choice, formats, chosen=bool(kv or kv_k or kv_v))
-        return function(job=Job(choice, fitting, named, as_json), **rest)
+        name = model or default_model()
+        config = _config(name)
+        fitting = fitting_formats(formats, cache_geometry(config), chosen=bool(kv or kv_k or kv_v))
+        choice = ModelChoice(name, "f32", None, device, threads, calibration)
+        return function(job=Job(choice, config, fitting, named, output), **rest)
 
     wrapped: Any = common_options(call)
-    wrapped = click.option(
-        "--json", "as_json", is_flag=True, help="Print one JSON object, at the end."
-    )(wrapped)
-    wrapped = kv_side_options(calibration_option(wrapped))
-    wrapped = click.option(
-        "--kv",
-        multiple=True,
-        metavar="SPEC",
-        help=f"{KV_HELP} May be repeated.  [default: {' and '.join(DEFAULT_FORMATS)}]",
-    )(wrapped)
+    wrapped = output_options("table")(wrapped)
+    wrapped = kv_list_options(DEFAULT_FORMATS)(calibration_option(wrapped))
     wrapped = click.option(
         "--text",
         "texts",
@@ -135,7 +138,7 @@ def ppl(job: Job, context: int, max_tokens: int | None) -> None:
     A text is cut into windows of --context tokens; the last partial one is dropped. A window
     begins with an empty cache, and every token of it but the first is scored.
     """
-    _quality(job, context, max_tokens, _perplexity_table)
+    _quality(job, context, max_tokens, PERPLEXITY, show_exact=True)
 
 
 @command.command("kld")
@@ -146,7 +149,7 @@ def kld(job: Job, context: int, max_tokens: int | None) -> None:
 
     Also the share of tokens whose likeliest successor stays the same.
     """
-    _quality(job, context, max_tokens, _divergence_table)
+    _quality(job, context, max_tokens, DIVERGENCE, show_exact=False)
 
 
 @command.command("attn")
@@ -159,7 +162,9 @@ def kld(job: Job, context: int, max_tokens: int | None) -> None:
     metavar="N",
     help="First tokens of each text, less what fills no page of 64.",
 )
-@click.option("--details", is_flag=True, help="With --json: the errors of each head, too.")
+@click.option(
+    "--details", is_flag=True, help="In json, jsonl and csv: the errors of each head, too."
+)
 def attn(job: Job, tokens: int, details: bool) -> None:
     """Relative errors of keys, attention scores, values and attention output.
 
@@ -174,28 +179,33 @@ def attn(job: Job, tokens: int, details: bool) -> None:
     sequences = cut_windows([ids[:tokens] for ids in documents], tokens)
     with _progress() as progress:
         errors = attention_errors(model, job.specs, sequences, progress)
-    rows = []
-    for name, error in zip(job.names, errors):
-        row: dict[str, Any] = {"kv": name, **error.means(), "tokens": error.tokens}
-        rows.append({**row, "bits_per_element": error.bits_per_element})
-    if job.as_json:
-        for row, error in zip(rows, errors):
-            row["per_layer"] = error.per_layer(details)
-        emit_json({"rows": rows})
-        return
-    head = ["cache", "bits", "keys %", "scores %", "values %", "output %"]
-    lines = [
-        [row["kv"], f"{row['bits_per_element']:.2f}", *_percents(error.means())]
-        for row, error in zip(rows, errors)
+    columns = [
+        Column("kv", "cache"),
+        Column("bits_per_element", "bits", _digits(2)),
+        *(
+            Column(field, head, lambda error: f"{100 * error:.2f}")
+            for field, head in (
+                ("key_error", "keys %"),
+                ("score_error", "scores %"),
+                ("value_error", "values %"),
+                ("output_error", "output %"),
+            )
+        ),
     ]
-    emit(f"{sequences.size:,} tokens, sinks and windows off\n" + _table(head, lines))
+    with make_report(job.output, columns, emit) as report:
+        report.heading(f"{sequences.size:,} tokens, sinks and windows off")
+        for name, error in zip(job.names, errors):
+            row: dict[str, Any] = {"kv": name, **error.means(), "tokens": error.tokens}
+            row["bits_per_element"] = error.bits_per_element
+            report.row({**row, "per_layer": error.per_layer(details)})
 
 
 def _quality(
     job: Job,
     context: int,
     max_tokens: int | None,
-    table: Callable[[Quality, Sequence[Quality]], str],
+    columns: Sequence[Column],
+    show_exact: bool,
 ) -> None:
     from ..evaluate import cut_windows, measure_quality
 
@@ -209,54 +219,27 @@ def _quality(
     _note_unpacked(job, context)
     with _progress() as progress:
         exact, measured = measure_quality(model, job.specs, windows, progress)
-    rows = [replace(row, kv=name) for name, row in zip(job.names, measured)]
-    if job.as_json:
-        emit_json({"rows": [asdict(row) for row in rows], "exact": asdict(exact)})
-        return
     count = f"{len(windows):,} window{'s' * (len(windows) > 1)}"
-    heading = f"{count} of {context:,} tokens, {exact.tokens:,} tokens scored\n"
-    emit(heading + table(exact, rows))
+    with make_report(job.output, columns, emit) as report:
+        report.heading(f"{count} of {context:,} tokens, {exact.tokens:,} tokens scored")
+        report.attach(exact=asdict(exact))
+        if show_exact and job.output != OBJECT:
+            report.row(asdict(exact) | dict.fromkeys(BESIDE_EXACT))
+        for name, row in zip(job.names, measured):
+            report.row(asdict(replace(row, kv=name)))
 
 
 # What the options name
 
 
-def _formats(kv: tuple[str, ...], kv_k: str | None, kv_v: str | None) -> list[tuple[str, KVSpec]]:
-    """The formats; a side that is named alone replaces that side of each of them."""
-    from ..kvstore import KVSpec
+def _config(name: str) -> ModelConfig:
+    """The config of a model whose quality can be measured."""
+    from ..source import find_source
 
-    sides = kv_k is not None or kv_v is not None
-    asked: Sequence[str | None] = kv or ((None,) if sides else DEFAULT_FORMATS)
-    formats = []
-    for text in asked:
-        resolved = resolve_kv(text, kv_k, kv_v, "f16")
-        # Scripts find their rows by what they wrote.
-        name = resolved if sides or text is None else text.strip()
-        formats.append((name, KVSpec.parse(resolved)))
-    return formats
-
-
-def _check_formats(
-    choice: ModelChoice, formats: Sequence[tuple[str, KVSpec]], chosen: bool
-) -> list[tuple[str, KVSpec]]:
-    """The formats that fit the model. One that was asked for and does not is refused."""
-    from ..config import ModelConfig
-    from ..generate import cache_geometry
-    from ..hub import resolve
-
-    config = ModelConfig.from_dir(resolve(str(choice.model)))
-    geometry = cache_geometry(config)
-    fitting = []
-    for name, spec in formats:
-        try:
-            spec.check(geometry)
-        except UnsupportedError as error:
-            if chosen:
-                raise
-            note(f"kvrt: the default cache format {name} does not fit this model ({error})")
-        else:
-            fitting.append((name, spec))
-    return fitting
+    source = find_source(name)
+    if source.synthetic:
+        raise UnsupportedError(f"-m {name}: random weights have no quality to measure")
+    return source.config
 
 
 def _read(path: str) -> str:
@@ -268,10 +251,7 @@ def _read(path: str) -> str:
 
 def _open(job: Job, tokens: int, option: str) -> tuple[Model, list[list[int]]]:
     """The model and the texts' token ids. UsageError where a pass does not fit the context."""
-    from ..config import ModelConfig
-    from ..hub import resolve
-
-    limit = ModelConfig.from_dir(resolve(str(job.choice.model))).max_context
+    limit = job.config.max_context
     if tokens > limit:
         raise UsageError(
             f"{option}: {tokens:,} tokens are beyond this model's context of {limit:,}"
@@ -292,10 +272,11 @@ def _note_unpacked(job: Job, context: int) -> None:
     from ..backends.ops import PAGE_TOKENS
     from ..kvstore.stats import sealed_pages
 
-    for name, spec in job.formats:
+    for measured in job.formats:
+        spec = measured.spec
         if not sealed_pages(spec, context - 2):  # what the last prediction sees
             note(
-                f"kvrt: {name} packs nothing in windows of {context:,} tokens, it takes "
+                f"kvrt: {measured.name} packs nothing in windows of {context:,} tokens, it takes "
                 f"{spec.sink + spec.window + PAGE_TOKENS + 2:,}"
             )
 
@@ -311,39 +292,31 @@ def _progress() -> Iterator[Progress]:
         yield progress
 
 
-def _perplexity_table(exact: Quality, rows: Sequence[Quality]) -> str:
-    head = ["cache", "bits", "ppl", "dNLL", "KLD", "seconds"]
-    lines = [["exact", "", f"{exact.ppl:.3f}", "", "", f"{exact.seconds:.1f}"]]
-    for row in rows:
-        numbers = [f"{row.bits_per_element:.2f}", f"{row.ppl:.3f}", _rise(row), f"{row.kld:.4f}"]
-        lines.append([row.kv, *numbers, f"{row.seconds:.1f}"])
-    return _table(head, lines)
+def _digits(count: int) -> Callable[[float], str]:
+    return f"{{:.{count}f}}".format
 
 
-def _divergence_table(exact: Quality, rows: Sequence[Quality]) -> str:
-    head = ["cache", "bits", "KLD", "top-1 %", "dNLL", "seconds"]
-    lines = []
-    for row in rows:
-        numbers = [f"{row.bits_per_element:.2f}", f"{row.kld:.5f}", f"{row.top1:.1f}", _rise(row)]
-        lines.append([row.kv, *numbers, f"{row.seconds:.1f}"])
-    return _table(head, lines)
-
-
-def _rise(row: Quality) -> str:
+def _rise(dnll: float, error: float | None) -> str:
     """The rise of the negative log-likelihood, with its standard error where there is one."""
-    error = "" if row.dnll_se is None else f" ± {row.dnll_se:.4f}"
-    return f"{round(row.dnll, 4) + 0.0:+.4f}{error}"  # + 0.0: no negative zero
+    beside = "" if error is None else f" ± {error:.4f}"
+    return f"{round(dnll, 4) + 0.0:+.4f}{beside}"  # + 0.0: no negative zero
 
 
-def _percents(errors: Mapping[str, float]) -> list[str]:
-    return [f"{100 * error:.2f}" for error in errors.values()]
-
-
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Columns under their heads: the first to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(head, *lines)]
-    text = []
-    for line in (head, *lines):
-        cells = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:])]
-        text.append("  ".join((line[0].ljust(widths[0]), *cells)).rstrip() + "\n")
-    return "".join(text)
+PERPLEXITY = (
+    Column("kv", "cache"),
+    Column("bits_per_element", "bits", _digits(2)),
+    Column("ppl", "ppl", _digits(3)),
+    Column(("dnll", "dnll_se"), "dNLL", _rise),
+    Column("kld", "KLD", _digits(4)),
+    Column("seconds", "seconds", _digits(1)),
+)
+DIVERGENCE = (
+    Column("kv", "cache"),
+    Column("bits_per_element", "bits", _digits(2)),
+    Column("kld", "KLD", _digits(5)),
+    Column("top1", "top-1 %", _digits(1)),
+    Column(("dnll", "dnll_se"), "dNLL", _rise),
+    Column("seconds", "seconds", _digits(1)),
+)
+# What compares with the exact model, and so says nothing of it; its cache is not one to choose.
+BESIDE_EXACT = ("bits_per_element", "kld", "top1", "dnll", "dnll_se")

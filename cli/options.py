@@ -81,17 +81,22 @@ def _device(context: click.Context, parameter: click.Parameter, value: str) -> s
 
 def common_options(function: Function) -> Function:
     """--device, -t/--threads, -v/--verbose as `device`, `threads`, `verbose`; and --debug."""
+    threads = click.option(
+        "-t",
+        "--threads",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Threads to compute with.  [default: all cores]",
+    )
+    return device_options(threads(function))
+
+
+def device_options(function: Function) -> Function:
+    """--device, -v/--verbose as `device`, `verbose`; and --debug."""
     for option in (
         debug_option,
         click.option(
             "-v", "--verbose", is_flag=True, callback=_verbose, help="Say more, on stderr."
-        ),
-        click.option(
-            "-t",
-            "--threads",
-            type=click.IntRange(min=1),
-            metavar="N",
-            help="Threads to compute with.  [default: all cores]",
         ),
         click.option(
             "--device",
@@ -157,7 +162,8 @@ def model_options_with(default_kv: str) -> Callable[[Function], Function]:
                 "-m",
                 "--model",
                 metavar="MODEL",
-                help="A model folder or the name of a pulled model.  [default: smollm2]",
+                help="A model folder, the name of a pulled model, or synthetic:NAME: random "
+                "weights of a published shape.  [default: smollm2]",
             ),
         ):
             wrapped = option(wrapped)
@@ -282,19 +288,18 @@ def _debugging() -> bool:
 
 def _fitting(kv: str, model: str) -> tuple[str, str]:
     """A default cache format, or f16 and what to say for a model that it does not fit."""
-    from ..config import ModelConfig
     from ..generate import cache_geometry
-    from ..hub import resolve
     from ..kvstore import KVSpec
+    from ..source import find_source
 
-    config = ModelConfig.from_dir(resolve(model))
+    source = find_source(model)
     spec = KVSpec.parse(kv)
     try:
-        spec.check(cache_geometry(config))
-        if spec.sink + spec.window > config.max_context:
+        spec.check(cache_geometry(source.config))
+        if spec.sink + spec.window > source.context_limit:
             raise UnsupportedError(
                 f"it keeps {spec.sink + spec.window} tokens exact, more than the context of "
-                f"{config.max_context}"
+                f"{source.context_limit}"
             )
     except UnsupportedError as error:
         return "f16", f"kvrt: the default cache format {kv} does not fit this model ({error}): f16"

@@ -1,5 +1,7 @@
 """`kvrt eval`: rows and tables, options, and every error before a weight is read."""
 
+import csv
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,14 +70,66 @@ def error_of(capsys: Any, args: Sequence[str]) -> str:
 @pytest.mark.parametrize("what", ["ppl", "kld"])
 def test_rows_of_quality(model: str, text: str, capsys: Any, what: str) -> None:
     args = [what, "-m", model, "--text", text, "--context", "100", "-t", "1"]
-    rows = rows_of(capsys, [*args, "--kv", "f32", "--kv", LONG, "--kv", "f32"])
-    assert [row["kv"] for row in rows] == ["f32", LONG, "f32"]  # as asked for
+    rows = rows_of(capsys, [*args, "--kv", f"f32,{LONG}", "--kv", "k=f32,v=f16"])
+    assert [row["kv"] for row in rows] == ["f32", LONG, "k=f32,v=f16"]  # as asked for
     for row in rows:
         assert set(row) == QUALITY_KEYS
         assert row["tokens"] == 3 * 99
         assert row["ppl"] > 1 and row["seconds"] > 0
     assert rows[0]["kld"] < 1e-7 and rows[1]["kld"] > 1e-7
-    assert [row["bits_per_element"] for row in rows] == [32, 16, 32]
+    assert [row["bits_per_element"] for row in rows] == [32, 16, 24]
+
+
+def test_a_format_named_twice_is_measured_once(model: str, text: str, capsys: Any) -> None:
+    args = ["kld", "-m", model, "--text", text, "--context", "100", "--json", "--kv"]
+    assert run(["eval", *args, "f16,f32,k=f16,v=f16", "--kv", "f32"]) == 0
+    out, err = capsys.readouterr()
+    assert [row["kv"] for row in json.loads(out)["rows"]] == ["f16", "f32"]
+    assert "kvrt: cache format f16 is named twice (k=f16,v=f16 is f16); it is measured" in err
+    assert "kvrt: cache format f32 is named twice; it is measured once\n" in err
+
+
+@pytest.mark.parametrize(
+    ("command", "others", "pairs"),
+    [
+        (["ppl", "--context", "100"], ["exact"], [("ppl", "ppl", 3), ("kld", "KLD", 4)]),
+        (["kld", "--context", "100"], [], [("kld", "KLD", 5), ("top1", "top-1 %", 1)]),
+        (["attn", "--tokens", "130"], [], [("bits_per_element", "bits", 2)]),
+    ],
+)
+def test_every_form_holds_the_same_numbers(
+    model: str,
+    text: str,
+    capsys: Any,
+    command: list[str],
+    others: list[str],
+    pairs: list[tuple[str, str, int]],
+) -> None:
+    def printed(output: str) -> str:
+        args = ["-m", model, "--text", text, "--kv", f"f32,{LONG}", "-t", "1", "-o", output]
+        assert run(["eval", *command, *args]) == 0
+        out: str = capsys.readouterr().out
+        return out
+
+    rows = json.loads(printed("json"))
+    assert [row["kv"] for row in rows] == [*others, "f32", LONG]
+    lines = [json.loads(line) for line in printed("jsonl").splitlines()]
+    cells = list(csv.DictReader(io.StringIO(printed("csv"))))
+    for row, line, line_cells in zip(rows, lines, cells, strict=True):
+        assert list(row) == list(line) == list(line_cells)
+        for key in row.keys() - {"seconds"}:
+            assert line[key] == row[key]
+            text_of = "" if row[key] is None else row[key]
+            if not isinstance(text_of, str):
+                text_of = json.dumps(text_of)
+            assert line_cells[key] == text_of
+    heading, empty, head, rule, *shown = printed("md").splitlines()
+    assert " tokens" in heading and empty == "" and set(rule) == set("|-: ")
+    heads = [name.strip() for name in head.strip("|").split("|")]
+    for row, line_text in zip(rows, shown, strict=True):
+        by_head = dict(zip(heads, (cell.strip() for cell in line_text.strip("|").split("|"))))
+        for key, name, digits in pairs:
+            assert by_head[name] == ("" if row[key] is None else f"{row[key]:.{digits}f}")
 
 
 def test_the_exact_model_is_beside_the_rows(model: str, text: str, capsys: Any) -> None:
@@ -179,6 +233,8 @@ def test_help(capsys: Any) -> None:
         out = capsys.readouterr().out
         for word in ("--text FILE", "--kv SPEC", "--json", "--device", "-t, --threads", "--debug"):
             assert word in out
+        assert "[default: f16,kvrt4]" in " ".join(out.split())
+        assert "-o, --output [table|md|csv|json|jsonl]" in out
 
 
 # --- what is refused ---
@@ -197,7 +253,19 @@ def test_help(capsys: Any) -> None:
         (["--text", "TEXT", "--text", "EMPTY"], "EMPTY is empty"),
         (["--text", "TEXT", "--kv", "f16", "--kv", "f17"], "'f17'"),
         (["--text", "TEXT", "--kv", "k=f16"], "--kv: "),
+        (["--text", "TEXT", "--kv", "f16,f17"], "--kv: unknown cache format 'f17'"),
+        (["--text", "TEXT", "--kv", "f16,"], "--kv: unknown cache format ''"),
+        (["--text", "TEXT", "-ctk", "q8_0,q5_0"], "--kv-k: cache format 'k=q5_0'"),
+        (["--text", "TEXT", "--kv", "f16,layers[2]=f8"], "layers[2] goes beyond this model"),
+        (["--text", "TEXT", "-o", "xml"], "'--output'"),
+        (["--text", "TEXT", "-o", "csv", "--json"], "--json and -o exclude each other"),
         (["--text", "TEXT", "-m", "/nowhere/model"], "/nowhere/model"),
+        (
+            ["--text", "TEXT", "-m", "synthetic:smollm2-135m"],
+            "-m synthetic:smollm2-135m: random weights have no quality to measure",
+        ),
+        (["--text", "TEXT", "-m", "synthetic:smollm3"], "smollm3"),
+        (["--text", "TEXT", "-m", "synthetic:opt-175b"], "opt-175b"),
         (["--text", "TEXT", "-t", "0"], "'--threads'"),
         (["--text", "TEXT", "--device", "tpu"], "tpu"),
     ],

@@ -11,7 +11,13 @@ import pytest
 from kvrt.backends.cpu import CpuOps
 from kvrt.backends.view import TURNS
 from kvrt.cli.info import model_facts
-from kvrt.cli.kv_options import resolve_kv
+from kvrt.cli.kv_options import (
+    Format,
+    fitting_formats,
+    resolve_formats,
+    resolve_kv,
+    split_formats,
+)
 from kvrt.cli.main import run
 from kvrt.cli.options import ModelChoice, open_model
 from kvrt.config import ModelConfig
@@ -83,6 +89,124 @@ def test_an_error_names_the_option(
         resolve_kv(kv, kv_k, kv_v, "f16")
     assert type(caught.value) is kind
     assert str(caught.value).startswith(start)
+
+
+# --- several formats ---
+
+
+@pytest.mark.parametrize(
+    ("text", "formats"),
+    [
+        ("f16", ["f16"]),
+        ("f16,kvrt2", ["f16", "kvrt2"]),
+        (" f16 , kvrt2 ", ["f16", "kvrt2"]),
+        ("kvrt2,window=256", ["kvrt2,window=256"]),
+        ("kvquant2:1%,sink=4,kivi2", ["kvquant2:1%,sink=4", "kivi2"]),
+        ("k=int4:channel:g64,v=int4:token:g64,sink=4,f16",
+         ["k=int4:channel:g64,v=int4:token:g64,sink=4", "f16"]),
+        ("f16,k=q8_0,v=q4_0", ["f16", "k=q8_0,v=q4_0"]),  # a name has both sides
+        ("v=q8_0, k = q4_0,v=f16,k=f16", ["v=q8_0, k = q4_0", "v=f16,k=f16"]),
+        ("k=q8_0,sink=4,v=q4_0", ["k=q8_0,sink=4,v=q4_0"]),
+        # What follows layers[...]= is a format of its own.
+        ("f16,kvrt2,layers[0-1]=f16", ["f16", "kvrt2,layers[0-1]=f16"]),
+        ("kvrt2,layers[0]=f16,layers [ 1 ] = f8,f16", ["kvrt2,layers[0]=f16,layers [ 1 ] = f8",
+                                                     "f16"]),
+        ("k=f16,v=f16,layers[0]=k=q8_0,v=q4_0", ["k=f16,v=f16,layers[0]=k=q8_0,v=q4_0"]),
+        ("f16,layers[0]= v = q8_0,k=q4_0,k=f8,v=f8",
+         ["f16,layers[0]= v = q8_0,k=q4_0", "k=f8,v=f8"]),
+        ("f16,layers[0]=f8,k=q8_0,v=q8_0", ["f16,layers[0]=f8", "k=q8_0,v=q8_0"]),
+        # Mistakes stay beside what they were made in, for the message.
+        ("f16,sink", ["f16,sink"]),
+        ("f16,sink=1,sink=2", ["f16,sink=1,sink=2"]),
+        ("f16,layers[0]", ["f16,layers[0]"]),
+        ("f16,widow=3", ["f16,widow=3"]),
+        ("window=3,f16", ["window=3", "f16"]),
+        ("k=f16,f16", ["k=f16", "f16"]),
+        ("f16,,f8", ["f16", "", "f8"]),
+        (",", ["", ""]),
+        ("", [""]),
+    ],
+)  # fmt: skip
+def test_lists_of_formats(text: str, formats: list[str]) -> None:
+    assert split_formats(text) == formats
+
+
+def test_every_preset_is_one_format_in_a_list() -> None:
+    assert split_formats(",".join(PRESETS)) == list(PRESETS)
+    spelled = [
+        f"k={spec.k},v={spec.v},sink={spec.sink},window={spec.window},layers[0-1]=f16"
+        for spec in PRESETS.values()
+    ]
+    assert split_formats(",".join(spelled)) == spelled
+
+
+@pytest.mark.parametrize(
+    ("kv", "kv_k", "kv_v", "names"),
+    [
+        ((), None, None, ["f16", "kvrt4"]),
+        (("kvrt2", "f16, q8_0"), None, None, ["kvrt2", "f16", "q8_0"]),
+        (("k=q8_0,v=q8_0",), None, None, ["k=q8_0,v=q8_0"]),  # as it was written
+        # Sides without --kv are those of f16; every pair of two lists, keys outside.
+        ((), "q8_0", None, ["k=q8_0,v=f16"]),
+        ((), "q8_0,f16", "q4_0, f16", ["k=q8_0,v=q4_0", "k=q8_0,v=f16", "k=f16,v=q4_0", "f16"]),
+        (("kvrt4,kvrt2",), None, "int3:token:g64:had",
+         ["k=int4:channel:g64:had,v=int3:token:g64:had,sink=4,window=128", "kvrt3"]),
+        (("f16,f8",), "q8_0,q4_0", None,
+         ["k=q8_0,v=f16", "k=q4_0,v=f16", "k=q8_0,v=e4m3", "k=q4_0,v=e4m3"]),
+    ],
+)  # fmt: skip
+def test_formats(
+    kv: tuple[str, ...], kv_k: str | None, kv_v: str | None, names: list[str], capsys: Any
+) -> None:
+    formats = resolve_formats(kv, kv_k, kv_v, ("f16", "kvrt4"))
+    assert [asked.name for asked in formats] == names
+    assert [asked.spec for asked in formats] == [KVSpec.parse(name) for name in names]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_format_named_twice_is_kept_once(capsys: Any) -> None:
+    formats = resolve_formats(("f16,q8_0", "k=q8_0,v=q8_0,f16"), None, None, ())
+    assert [asked.name for asked in formats] == ["f16", "q8_0"]
+    assert capsys.readouterr().err == (
+        "kvrt: cache format q8_0 is named twice (k=q8_0,v=q8_0 is q8_0); it is measured once\n"
+        "kvrt: cache format f16 is named twice; it is measured once\n"
+    )
+    assert [asked.name for asked in resolve_formats(("f16",), "f16,f16", None, ())] == ["f16"]
+
+
+@pytest.mark.parametrize(
+    ("kv", "kv_k", "start"),
+    [
+        ("f16,f17", None, "--kv: unknown cache format 'f17', did you mean f16"),
+        ("f16,", None, "--kv: unknown cache format ''"),
+        ("k=f16,f16", None, "--kv: cache format 'k=f16': v=SIDE is missing"),
+        ("f16,sink", None, "--kv: cache format 'f16,sink': sink has no value"),
+        ("f16,q8_0,layers[0]", None, "--kv: cache format 'layers[0]': expected layers[A-B]"),
+        ("int4:token", None, "--kv: unknown cache format 'int4:token': this is one side"),
+        ("f16", "q8_0,", "--kv-k: cache format 'k=': unknown codec ''"),
+        ("f16", "q8_0,v=f16", "--kv-k: cache format 'k=v=f16': unknown codec"),
+    ],
+)
+def test_an_error_in_a_list_names_its_option(kv: str, kv_k: str | None, start: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve_formats((kv,), kv_k, None, ())
+    assert str(caught.value).startswith(start)
+
+
+def test_only_default_formats_may_be_left_out(capsys: Any) -> None:
+    shape = Geometry(2, 2, 80)
+    formats = [Format(name, KVSpec.parse(name)) for name in ("f16", "kvrt4", "bf16")]
+    fitting = fitting_formats(formats, shape, chosen=False)
+    assert [asked.name for asked in fitting] == ["f16", "bf16"]
+    said = capsys.readouterr().err
+    assert said.startswith("kvrt: the default cache format kvrt4 does not fit this model (")
+    assert said.count("\n") == 1
+    with pytest.raises(UnsupportedError, match="v=int4:token:g64:had"):
+        fitting_formats(formats, shape, chosen=True)
+    assert fitting_formats(formats[:1], shape, chosen=True) == formats[:1]
+
+
+# --- what a command gets ---
 
 
 class Loaded(Exception):
@@ -270,7 +394,7 @@ def test_info_refuses_what_does_not_fit(spec: str, words: str, tmp_path: Path, c
 def test_info_counts_what_a_bias_of_the_keys_costs(tmp_path: Path, ops: CpuOps) -> None:
     """A packed cache leaves the bias out of keys and then holds tables of angles."""
     write_tiny_model(tmp_path, "qwen2")
-    facts, _ = model_facts(tmp_path, ("f8",))
+    facts, _ = model_facts(str(tmp_path), ("f8",))
     config = ModelConfig.from_dir(tmp_path)
     rotary = Rotary(config.rope.inverse_frequencies(config.head_dim))
     shape = (config.num_kv_heads, config.head_dim)
