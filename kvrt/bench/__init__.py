@@ -1,0 +1,1 @@
+"""The instrument behind `kvrt bench`: what is measured, its arithmetic, its pictures."""
