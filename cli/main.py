@@ -23,6 +23,7 @@ from ..errors import KvrtError
 COMMANDS = {
     "chat": "Talk with a model in the terminal, or ask it one question.",
     "generate": "Continue a text.",
+    "bench": "Measure memory and speed of cache formats against context.",
     "eval": "Measure what cache formats cost in quality.",
     "info": "Show a model's shape and what its cache costs.",
     "calibrate": "Fit the tables that some cache formats need.",

@@ -1,0 +1,298 @@
+"""`kvrt bench`: memory and speed of cache formats against context, in llama-bench's shape."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..bench.axes import bytes_word
+from .bench_plan import Plan, bench_options, fitting_cases, is_base, make_plan
+from .bench_tables import (
+    ScanReport,
+    case_columns,
+    memory_columns,
+    scan_columns,
+    trend_columns,
+    trend_row,
+)
+from .console import emit, note, wants_colour
+from .kv_options import DEFAULT_FORMATS, Format, calibration_option, kv_list_options
+from .options import ModelChoice, device_options, open_model
+from .report import Write, make_report, output_options
+
+if TYPE_CHECKING:
+    from ..bench.case import Settings
+    from ..bench.check import Agreement
+    from ..bench.fit import Line
+    from ..bench.measure import Bench
+    from ..bench.plot import Series
+    from ..bench.rows import Row, Setup
+    from ..generate import Model
+
+Outputs = list[tuple[str, Write]]
+
+
+@click.command("bench")
+@bench_options
+@kv_list_options(DEFAULT_FORMATS)
+@calibration_option
+@output_options("md")
+@device_options
+def command(output: str, output_err: str | None, dry_run: bool, **options: Any) -> None:
+    """Measure memory and speed of cache formats against context.
+
+    Tests are named as llama-bench names them: pp512 computes a prompt of 512 tokens, tg128
+    generates 128, and @ d4096 does it behind 4,096 cached tokens. Loading, tokenising and sampling
+    are not timed; a test runs once before it is timed. peak is the most memory held since the
+    cache began to be filled, of the device reads what a decoded token reads (weights and cache)
+    beside what the device's memory can give. With --scan: what a context costs, and from which on
+    a format is faster than f16.
+    """
+    plan = make_plan(dry_run=dry_run, **options)
+    outputs: Outputs = [(output, emit)]
+    if output_err is not None:
+        outputs.append((output_err, _emit_err))
+    if dry_run:
+        _dry_run(plan, outputs)
+    elif plan.scan:
+        _scan(plan, outputs)
+    else:
+        _tests(plan, outputs)
+
+
+def _emit_err(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+def _dry_run(plan: Plan, outputs: Outputs) -> None:
+    from ..bench.rows import memory_row
+
+    tests = [] if plan.scan else [case.name for case in plan.cases]
+    columns = memory_columns(plan.names, tests)
+    with ExitStack() as stack:
+        reports = [stack.enter_context(make_report(kind, columns, to)) for kind, to in outputs]
+        shape = plan.shape
+        for report in reports:
+            report.heading(
+                f"{plan.model}: {shape.parameters / 1e9:.2f} G parameters, "
+                f"{bytes_word(shape.weight_bytes)}; nothing was run"
+            )
+        for chosen in plan.formats:
+            fits = plan.fits(chosen)
+            for case in plan.cases:
+                row = memory_row(chosen.name, shape, chosen.spec, case.context, plan.sequences)
+                row = ({} if plan.scan else {"test": case.name}) | row | {"fits_tokens": fits}
+                for report in reports:
+                    report.row(row)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A loaded model with its settings, and what its rows share."""
+
+    model: Model
+    bench: Bench
+    setup: Setup
+    agreements: dict[str, Agreement]
+
+
+def _runs(plan: Plan, progress: _Progress) -> Iterator[Run]:
+    """A run for each combination of threads and batch sizes."""
+    from ..bench.environment import software
+    from ..bench.measure import Bench
+    from ..bench.rows import Setup
+
+    facts = software()
+    for threads in plan.threads:
+        model = _load(plan, threads)
+        agreements = _agreements(plan, model)
+        bandwidth = model.ops.read_bandwidth()
+        note(
+            f"kvrt: {model.ops.hardware}, {model.ops.device_name}: memory is read at "
+            f"{bandwidth / 1e9:.1f} GB/s"
+        )
+        for batch, micro_batch in product(plan.batches, plan.micro_batches):
+            if micro_batch is not None:
+                model.decoder.chunk_tokens = micro_batch
+            settings = replace(plan.settings, batch=batch)
+            setup = Setup(model, settings.fill, batch, bandwidth, facts)
+            yield Run(model, Bench(model, settings, told=progress.told), setup, agreements)
+
+
+def _load(plan: Plan, threads: int | None) -> Model:
+    """The model; what a format needs and the model has not is missed now."""
+    from ..bench.check import CONTEXT, STEPS
+    from ..source import find_source
+
+    longest = max(case.context for case in plan.cases)
+    if plan.check:
+        longest = max(longest, min(CONTEXT + STEPS, find_source(plan.model).context_limit))
+    calibrated = [chosen for chosen in plan.formats if chosen.spec.calibrated]
+    spec = (calibrated or plan.formats)[0].spec
+    choice = ModelChoice(plan.model, str(spec), longest, plan.device, threads, plan.calibration)
+    return open_model(choice)
+
+
+def _agreements(plan: Plan, model: Model) -> dict[str, Agreement]:
+    from ..bench.check import agreements
+
+    if not plan.check:
+        return {}
+    found = agreements(model, [chosen.spec for chosen in plan.formats])
+    return dict(zip(plan.names, found))
+
+
+class _Progress:
+    """The bar on stderr, which goes away while rows are printed."""
+
+    def __init__(self, plan: Plan) -> None:
+        from ..bench.measure import planned_tokens
+        from .progress import console_progress, tokens
+
+        self._bar = console_progress(tokens)
+        runs = len(plan.threads) * len(plan.batches) * len(plan.micro_batches)
+        self._total = runs * len(plan.formats) * planned_tokens(plan.cases, plan.settings)
+        self._done = 0
+
+    def told(self, count: int) -> None:
+        """So many tokens more are done."""
+        self._done += count
+        self._bar("measure", self._done, self._total)
+
+    def wrap(self, write: Write) -> Write:
+        """A way to write that takes the bar away before."""
+
+        def written(text: str) -> None:
+            self._bar.close()
+            write(text)
+
+        return written
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.close()
+
+
+def _tests(plan: Plan, outputs: Outputs) -> None:
+    from ..bench.rows import case_row
+
+    tests = [case.name for case in plan.cases]
+    columns = case_columns(plan.model, plan.names, tests, plan.varied, plan.check)
+    with _Progress(plan) as progress, ExitStack() as stack:
+        reports = [
+            stack.enter_context(make_report(kind, columns, progress.wrap(write)))
+            for kind, write in outputs
+        ]
+        for run in _runs(plan, progress):
+            for chosen in plan.formats:
+                agreement = run.agreements.get(chosen.name)
+                for found in run.bench.run(chosen.spec, plan.cases):
+                    row = case_row(chosen.name, found, run.setup, agreement)
+                    for report in reports:
+                        report.row(row)
+
+
+def _scan(plan: Plan, outputs: Outputs) -> None:
+    columns = scan_columns(plan.names, plan.varied, plan.check)
+    trends = trend_columns(plan.names, plan.varied)
+    with _Progress(plan) as progress, ExitStack() as stack:
+        reports = [
+            stack.enter_context(ScanReport(kind, columns, trends, progress.wrap(write)))
+            for kind, write in outputs
+        ]
+        scan = _Scan(plan, reports)
+        stack.callback(scan.draw)  # what an interrupt has left, too
+        for run in _runs(plan, progress):
+            base: Line | None = None
+            for chosen in plan.formats:
+                line = scan.measure(run, chosen, base)
+                base = line if is_base(chosen) else base
+
+
+class _Scan:
+    """The contexts of all formats, as they are measured, reported and drawn."""
+
+    def __init__(self, plan: Plan, reports: Sequence[ScanReport]) -> None:
+        self._plan = plan
+        self._reports = reports
+        self._series: list[Series] = []
+        self._about = ""
+
+    def measure(self, run: Run, chosen: Format, base: Line | None) -> Line | None:
+        """Measure a format at each context; what an interrupt leaves is reported too.
+
+        `base` is the line of f16, if that was measured; the format's own line comes back.
+        """
+        from ..bench.rows import scan_row, trend_line
+
+        rows: list[Row] = []
+        agreement = run.agreements.get(chosen.name)
+        try:
+            for found in run.bench.run(chosen.spec, fitting_cases(self._plan, chosen)):
+                rows.append(scan_row(chosen.name, found, run.setup, agreement))
+                for report in self._reports:
+                    report.point(rows[-1])
+        finally:
+            if rows:
+                self._finish(chosen, rows, trend_line(rows), base)
+        return trend_line(rows)
+
+    def _finish(
+        self, chosen: Format, rows: Sequence[Row], line: Line | None, base: Line | None
+    ) -> None:
+        from ..bench.plot import Series
+        from ..bench.rows import trend_fields
+
+        is_f16 = is_base(chosen)
+        fields = trend_fields(line, line if is_f16 else base, self._plan.fits(chosen))
+        complete = [row | fields for row in rows]
+        for report in self._reports:
+            report.trend(complete, trend_row(complete[-1], is_f16, base is not None))
+        varied = [f", {field} {rows[0][field]}" for field in self._plan.varied]
+        self._series.append(
+            Series(
+                name=chosen.name + "".join(varied),
+                contexts=[row["context"] for row in rows],
+                cache_bytes=[row["cache_bytes"] for row in rows],
+                peak_bytes=[row["peak_bytes"] for row in rows],
+                decode_us=[row["decode_us"] for row in rows],
+                line=line,
+            )
+        )
+        self._about = "{model} on {device}, {threads} threads".format_map(rows[0])
+
+    def draw(self) -> None:
+        """Draw what was measured, where it was asked for."""
+        if not self._series:
+            return
+        plan = self._plan
+        if plan.plot is not None:
+            from ..bench.plot import write_plot
+
+            write_plot(plan.plot, self._series, self._about, _how(plan.settings))
+            note(f"kvrt: drawn into {plan.plot}")
+        if plan.draw:
+            from ..bench.term_plot import draw
+
+            width = min(max(shutil.get_terminal_size().columns, 60), 200)
+            _emit_err(
+                "\n" + draw(self._series, width, 16, colour=wants_colour(None, sys.stderr)) + "\n"
+            )
+
+
+def _how(settings: Settings) -> str:
+    filled = {
+        "prefill": "caches filled by a real prefill",
+        "synthetic": "caches filled with random keys and values",
+    }[settings.fill]
+    return f"{filled}, medians of {settings.repetitions} repetitions"

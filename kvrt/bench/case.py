@@ -1,0 +1,62 @@
+"""What one row of a benchmark runs, in llama-bench's words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Fill = Literal["prefill", "synthetic"]
+"""What is cached before a test begins: a real prefill of random token ids, or random keys and
+values sealed by the real encoder."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """`n_prompt` tokens at once, then `n_gen` one by one, behind `depth` cached ones."""
+
+    n_prompt: int
+    n_gen: int
+    depth: int = 0
+
+    @property
+    def name(self) -> str:
+        """`pp512`, `tg128 @ d4096`, `pp512+tg128`."""
+        parts = [f"{kind}{count}" for kind, count in self._parts if count]
+        return "+".join(parts) + (f" @ d{self.depth}" if self.depth else "")
+
+    @property
+    def _parts(self) -> tuple[tuple[str, int], ...]:
+        return ("pp", self.n_prompt), ("tg", self.n_gen)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are computed, and counted in tokens/s."""
+        return self.n_prompt + self.n_gen
+
+    @property
+    def context(self) -> int:
+        """Tokens cached at the end."""
+        return self.depth + self.tokens
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How cases are run. `batch`: tokens of one prefill call, None for all at once."""
+
+    repetitions: int = 5
+    warmup: bool = True
+    fill: Fill = "prefill"
+    batch: int | None = None
+    seed: int = 0
+
+
+def cases(
+    prompts: list[int], generated: list[int], pairs: list[tuple[int, int]], depths: list[int]
+) -> list[Case]:
+    """All tests at each depth: prompts, generations, then pairs of both; zeros are left out."""
+    found = []
+    for depth in sorted(depths):
+        found += [Case(count, 0, depth) for count in prompts if count]
+        found += [Case(0, count, depth) for count in generated if count]
+        found += [Case(*pair, depth) for pair in pairs if any(pair)]
+    return found

@@ -1,0 +1,143 @@
+"""Measurements as rows: mappings that become JSON, CSV and tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..kvstore import KVSpec, bits_per_element, bytes_per_token, estimate
+from .check import Agreement
+from .fit import Line, break_even, fit_line
+from .measure import Measured
+
+if TYPE_CHECKING:
+    from ..generate import Model
+    from ..shapes import Shape
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all rows of one loaded model share; `read_bandwidth` is the device's, in bytes/s."""
+
+    model: Model
+    fill: str
+    batch: int | None
+    read_bandwidth: float
+    software: Mapping[str, Any]
+
+    def fields(self) -> Row:
+        """How the rows say it: what was effective, not what was asked for."""
+        model = self.model
+        return {
+            "model": model.name,
+            "model_type": model.config.model_type,
+            "parameters": model.config.parameters(),
+            "weight_bytes": model.weight_bytes,
+            "device": model.ops.hardware,
+            "backend": model.ops.name,
+            "kernels": model.ops.build,
+            "threads": model.ops.threads,
+            "n_batch": self.batch,
+            "n_ubatch": model.decoder.chunk_tokens,
+            "fill": self.fill,
+            "device_read_GBps": self.read_bandwidth / 1e9,
+            **self.software,
+        }
+
+
+def case_row(name: str, found: Measured, setup: Setup, agreement: Agreement | None) -> Row:
+    """The row of one test, in the format that was called `name`."""
+    rates, case = found.tokens_per_s, found.case
+    return {
+        "test": case.name,
+        "kv": name,
+        "n_prompt": case.n_prompt,
+        "n_gen": case.n_gen,
+        "depth": case.depth,
+        "mean_tokens_per_s": statistics.fmean(rates),
+        "std_tokens_per_s": statistics.stdev(rates) if len(rates) > 1 else 0.0,
+        "samples": rates,
+        "samples_s": list(found.seconds),
+        **_effective(found, setup, agreement),
+    }
+
+
+def scan_row(name: str, found: Measured, setup: Setup, agreement: Agreement | None) -> Row:
+    """The row of one context; `trend_fields` completes it when the format is done."""
+    steps = [seconds / found.case.n_gen * 1e6 for seconds in found.seconds]  # us a token
+    return {
+        "context": found.case.context,
+        "kv": name,
+        "decode_us": statistics.median(steps),
+        "std_us": statistics.stdev(steps) if len(steps) > 1 else 0.0,
+        "samples_us": steps,
+        **_effective(found, setup, agreement),
+    }
+
+
+def _effective(found: Measured, setup: Setup, agreement: Agreement | None) -> Row:
+    read = found.read_bandwidth
+    checked = asdict(agreement) if agreement else dict.fromkeys(("kld", "top1", "tokens"))
+    return {
+        "effective_kv": str(found.effective),
+        "bits_per_element": found.stats.bits_per_element,
+        "cache_bytes": found.stats.bytes,
+        "estimated_bytes": found.expected_bytes,
+        "peak_bytes": found.peak_bytes,
+        "peak_is_own": found.peak_is_own,
+        "read_GBps": None if read is None else read / 1e9,
+        "read_share": None if read is None else read / setup.read_bandwidth,
+        "warmup": found.warmed_up,
+        "repetitions": len(found.seconds),
+        **{f"check_{key}": value for key, value in checked.items()},
+        "remarks": found.remarks,
+        **setup.fields(),
+    }
+
+
+def trend_line(rows: Sequence[Row]) -> Line | None:
+    """Decode time in us over the context in tokens, through the rows of one format."""
+    return fit_line([row["context"] for row in rows], [row["decode_us"] for row in rows])
+
+
+def trend_fields(line: Line | None, base: Line | None, fits: int | None) -> Row:
+    """What the rows of a format say of all its lengths; `base` is the line of f16.
+
+    `fits`: tokens whose cache fits into memory beside the weights, None where that is unknown.
+    """
+    return {
+        "slope_us_per_1k": None if line is None else line.slope * 1000,
+        "intercept_us": None if line is None else line.intercept,
+        "break_even_tokens": break_even(line, base),
+        "fits_tokens": fits,
+    }
+
+
+def memory_row(name: str, shape: Shape, spec: KVSpec, context: int, sequences: int) -> Row:
+    """The arithmetic of caches of `sequences` sequences beside the weights of a model.
+
+    `token_bytes` is what the tokens take in the long run, `cache_bytes` what a store holds: sinks,
+    tail and tables too.
+    """
+    geometry, weights = shape.geometry, shape.weight_bytes
+    cache = estimate(geometry, spec, context) * sequences
+    return {
+        "kv": name,
+        "context": context,
+        "batch": sequences,
+        "weight_bytes": weights,
+        "cache_bytes": cache,
+        "token_bytes": round(bytes_per_token(geometry, spec) * context) * sequences,
+        "total_bytes": weights + cache,
+        "weight_share": weights / (weights + cache),
+        "cache_share": cache / (weights + cache),
+        "bits_per_element": bits_per_element(geometry, spec),
+        "bytes_per_token": bytes_per_token(geometry, spec) * sequences,
+        "model": shape.name,
+        "model_type": shape.model_type,
+        "parameters": shape.parameters,
+    }
