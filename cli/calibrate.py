@@ -66,8 +66,13 @@ def command(
         raise UsageError(f"-o: {target} is a folder, expected the name of a file")
     if tokens < context:
         raise UsageError(f"--tokens: {tokens:,} are less than one window of {context:,} tokens")
+    from ..source import find_source
+
+    chosen = name or model
+    if chosen is not None and find_source(chosen).synthetic:
+        raise UsageError(f"{chosen} has random weights, which no calibration fits")
     contents = [read_text_file(path, "--text") for path in texts]
-    loaded = open_model(ModelChoice(name or model, "f16", None, device, threads))
+    loaded = open_model(ModelChoice(chosen, "f16", None, device, threads))
     if context > loaded.max_context:
         raise UsageError(
             f"--context: {context:,} tokens are beyond this model's context of "

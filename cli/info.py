@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import UsageError
 from .console import emit, emit_json, format_bytes
-from .kv_options import KV_HELP, resolve_kv
+from .kv_options import kv_list_options, resolve_formats
 from .options import common_options
+
+if TYPE_CHECKING:
+    from ..kvstore import KVSpec
+
+DEFAULT_FORMATS = ("f16",)
 
 
 @click.command("info")
 @click.argument("model")
-@click.option(
-    "--kv",
-    "specs",
-    multiple=True,
-    default=("f16",),
-    show_default=True,
-    metavar="SPEC",
-    help=f"{KV_HELP} May be repeated.",
-)
+@kv_list_options(DEFAULT_FORMATS)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @common_options
 def command(
     model: str,
-    specs: tuple[str, ...],
+    kv: tuple[str, ...],
+    kv_k: str | None,
+    kv_v: str | None,
     as_json: bool,
     device: str,
     threads: int | None,
@@ -41,27 +40,25 @@ def command(
     from ..backends import check_device
 
     check_device(device)
-    facts, full_bytes = model_facts(model, specs)
+    formats = resolve_formats(kv, kv_k, kv_v, DEFAULT_FORMATS)
+    facts, full_bytes = model_facts(model, [chosen.spec for chosen in formats])
     if as_json:
         emit_json(facts)
     else:
         emit("\n".join(_lines(facts, full_bytes)) + "\n")
 
 
-def model_facts(model: str, specs: tuple[str, ...]) -> tuple[dict[str, Any], list[int]]:
+def model_facts(model: str, specs: Sequence[KVSpec]) -> tuple[dict[str, Any], list[int]]:
     """What `kvrt info --json` prints, and the bytes of each cache at the full context.
 
     Bytes are of one sequence; `fixed_bytes` do not grow with it.
     """
-    from ..kvstore import KVSpec, bits_per_element, bytes_per_token, estimate, fixed_bytes
+    from ..kvstore import bits_per_element, bytes_per_token, estimate, fixed_bytes
     from ..source import find_shape
 
-    if not specs:
-        raise UsageError("no cache format to price")
-    parsed = [KVSpec.parse(resolve_kv(text, None, None, "f16")) for text in specs]
     shape = find_shape(model)
     geometry = shape.geometry
-    for spec in parsed:
+    for spec in specs:
         spec.check(geometry)
     facts = {
         "model_type": shape.model_type,
@@ -79,10 +76,10 @@ def model_facts(model: str, specs: tuple[str, ...]) -> tuple[dict[str, Any], lis
                 "bytes_per_token": bytes_per_token(geometry, spec),
                 "fixed_bytes": fixed_bytes(geometry, spec),
             }
-            for spec in parsed
+            for spec in specs
         ],
     }
-    return facts, [estimate(geometry, spec, shape.max_context) for spec in parsed]
+    return facts, [estimate(geometry, spec, shape.max_context) for spec in specs]
 
 
 def _lines(facts: dict[str, Any], full_bytes: list[int]) -> list[str]:

@@ -394,7 +394,7 @@ def test_info_refuses_what_does_not_fit(spec: str, words: str, tmp_path: Path, c
 def test_info_counts_what_a_bias_of_the_keys_costs(tmp_path: Path, ops: CpuOps) -> None:
     """A packed cache leaves the bias out of keys and then holds tables of angles."""
     write_tiny_model(tmp_path, "qwen2")
-    facts, _ = model_facts(str(tmp_path), ("f8",))
+    facts, _ = model_facts(str(tmp_path), [KVSpec.parse("f8")])
     config = ModelConfig.from_dir(tmp_path)
     rotary = Rotary(config.rope.inverse_frequencies(config.head_dim))
     shape = (config.num_kv_heads, config.head_dim)
