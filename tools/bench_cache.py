@@ -9,9 +9,7 @@ over the time of a real prefill of 1,024 tokens.
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,6 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import kvrt  # noqa: E402
+from kvrt.bench.environment import commit  # noqa: E402
+from kvrt.bench.fill import Synthetic  # noqa: E402
 from kvrt.kvstore import KVSpec, KVStore  # noqa: E402
 
 RESULTS = ROOT / "tools" / "results" / "cache.jsonl"
@@ -32,25 +32,6 @@ FORMATS = (
 )  # fmt: skip
 STEPS = 8
 PROMPT = 1024
-
-
-def device_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
-def filled(model: Any, spec: KVSpec, tokens: int) -> KVStore:
-    """A store of random keys and values."""
-    store: KVStore = model.new_store(spec)
-    rng = np.random.default_rng(0)
-    shape = (tokens, model.config.num_kv_heads, model.config.head_dim)
-    with store.extending(tokens):
-        for layer in range(model.config.num_layers):
-            k, v = (rng.standard_normal(shape, dtype=np.float32) for _ in range(2))
-            store.extend(layer, model.ops.to_device(k), model.ops.to_device(v))
-    return store
 
 
 def step_seconds(model: Any, store: KVStore, tokens: int) -> float:
@@ -92,7 +73,8 @@ def main() -> None:
     names = ["f16", *(name for name in arguments.kv or FORMATS if name != "f16")]
     model = kvrt.load(arguments.model, threads=arguments.threads)
     specs = {name: KVSpec.parse(name) for name in names}
-    stores = {name: filled(model, spec, arguments.context) for name, spec in specs.items()}
+    synthetic = Synthetic(model, seed=0)
+    stores = {name: synthetic.filled(spec, arguments.context) for name, spec in specs.items()}
     steps: dict[str, list[float]] = {name: [] for name in names}
     for round_number in range(arguments.rounds + 1):
         for name, store in stores.items():
@@ -104,9 +86,6 @@ def main() -> None:
     for _ in range(3):
         for name, spec in specs.items():
             prefills[name].append(prefill_seconds(model, spec, ids))
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     plain = statistics.median(inside for _, inside in prefills["f16"])
     with RESULTS.open("a") as out:
         for name, spec in specs.items():
@@ -115,7 +94,8 @@ def main() -> None:
             stats = stores[name].stats()
             row = {
                 "kv": name, "spec": str(spec), "context": arguments.context,
-                "device": device_name(), "threads": model.ops.threads, "commit": commit,
+                "device": model.ops.hardware, "threads": model.ops.threads,
+                "commit": commit(ROOT / "kvrt"),
                 "version": kvrt.__version__, "model": arguments.model, "fill": "synthetic",
                 "step_ms": statistics.median(steps[name]) * 1e3,
                 "samples_ms": [seconds * 1e3 for seconds in steps[name]],
