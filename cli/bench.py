@@ -23,7 +23,13 @@ from .bench_tables import (
     trend_row,
 )
 from .console import emit, note, wants_colour
-from .kv_options import DEFAULT_FORMATS, Format, calibration_option, kv_list_options
+from .kv_options import (
+    DEFAULT_FORMATS,
+    Format,
+    calibration_option,
+    kv_list_options,
+    note_unpacked,
+)
 from .options import ModelChoice, device_options, open_model
 from .report import Write, make_report, output_options
 
@@ -130,11 +136,11 @@ def _runs(plan: Plan, progress: _Progress) -> Iterator[Run]:
 def _load(plan: Plan, threads: int | None) -> Model:
     """The model; what a format needs and the model has not is missed now."""
     from ..bench.check import CONTEXT, STEPS
-    from ..source import find_source
 
     longest = max(case.context for case in plan.cases)
     if plan.check:
-        longest = max(longest, min(CONTEXT + STEPS, find_source(plan.model).context_limit))
+        longest = max(longest, min(CONTEXT + STEPS, plan.shape.context_limit))
+        note_unpacked(plan.formats, min(CONTEXT, plan.shape.context_limit - STEPS))
     calibrated = [chosen for chosen in plan.formats if chosen.spec.calibrated]
     spec = (calibrated or plan.formats)[0].spec
     choice = ModelChoice(plan.model, str(spec), longest, plan.device, threads, plan.calibration)
@@ -256,8 +262,6 @@ class _Scan:
         is_f16 = is_base(chosen)
         fields = trend_fields(line, line if is_f16 else base, self._plan.fits(chosen))
         complete = [row | fields for row in rows]
-        for report in self._reports:
-            report.trend(complete, trend_row(complete[-1], is_f16, base is not None))
         varied = [f", {field} {rows[0][field]}" for field in self._plan.varied]
         self._series.append(
             Series(
@@ -270,6 +274,8 @@ class _Scan:
             )
         )
         self._about = "{model} on {device}, {threads} threads".format_map(rows[0])
+        for report in self._reports:  # last: stdout may have gone
+            report.trend(complete, trend_row(complete[-1], is_f16, base is not None))
 
     def draw(self) -> None:
         """Draw what was measured, where it was asked for."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,6 +168,8 @@ def make_plan(
             if given:
                 raise UsageError(f"{words} and --scan exclude each other: a scan decodes only")
         tests = _scan(scan, generated)
+    if dry_run and (check or plot is not None):
+        raise UsageError(f"{'--check' if check else '--plot'}: --dry-run runs nothing to show")
     if sequences is not None and not dry_run:
         raise UsageError("--batch is for --dry-run: kvrt computes one sequence at a time")
     formats = resolve_formats(kv, kv_k, kv_v, DEFAULT_FORMATS)
@@ -178,11 +181,13 @@ def make_plan(
     drawing = None if dry_run else _plot(plot)
     name = model or default_model()
     shape = find_shape(name)
+    chosen = bool(kv or kv_k or kv_v)
+    fitting = fitting_formats(formats, shape.geometry, shape.context_limit, chosen)
     way: Fill = "synthetic" if fill == "synthetic" or (fill is None and scan) else "prefill"
     plan = Plan(
         model=name,
         shape=shape,
-        formats=_base_first(fitting_formats(formats, shape.geometry, bool(kv or kv_k or kv_v))),
+        formats=_base_first(fitting),
         cases=tests,
         scan=scan is not None,
         settings=Settings(repetitions, not no_warmup, way),
@@ -269,21 +274,55 @@ def _plot(plot: str | None) -> Path | None:
 # Whether it can be run here
 
 
+def _check_context(plan: Plan) -> None:
+    longest, limit = max(case.context for case in plan.cases), plan.shape.context_limit
+    if longest > limit:
+        raise UsageError(
+            f"{'--scan' if plan.scan else '-d, -p and -n'}: a context of {longest:,} tokens is "
+            f"beyond this model's limit of {limit:,}"
+        )
+
+
 def _runnable(plan: Plan) -> Plan:
     """The plan less what a scan has no memory for. UsageError where nothing can be measured."""
+    from ..backends import check_threads
     from ..source import find_source
 
     source = find_source(plan.model)  # refuses what is known for memory only
     if plan.check and source.synthetic:
         raise UnsupportedError(f"--check: {plan.model} has random weights, which agree on nothing")
-    longest = max(case.context for case in plan.cases)
-    if longest > source.context_limit:
-        raise UsageError(
-            f"{'--scan' if plan.scan else '-d, -p and -n'}: a context of {longest:,} tokens is "
-            f"beyond this model's limit of {source.context_limit:,}"
-        )
-    _check_room(plan, min(plan.cases, key=lambda case: case.context) if plan.scan else None)
+    _check_context(plan)
+    for threads in plan.threads:
+        check_threads(plan.device, threads)
+    if plan.scan:
+        return replace(plan, formats=_with_room(plan))
+    for chosen, case in product(plan.formats, plan.cases):
+        if not _has_room(plan, chosen, case):
+            raise _no_space(plan, chosen, case)
     return plan
+
+
+def _with_room(plan: Plan) -> list[Format]:
+    """The formats that have memory for the shortest context of a scan."""
+    first = min(plan.cases, key=lambda case: case.context)
+    found = [chosen for chosen in plan.formats if _has_room(plan, chosen, first)]
+    if not found:
+        raise _no_space(plan, plan.formats[0], first)
+    for chosen in plan.formats:
+        if chosen not in found:
+            note(f"kvrt: left out: {_no_space(plan, chosen, first)}")
+    return found
+
+
+def _no_space(plan: Plan, chosen: Format, case: Case) -> UsageError:
+    return UsageError(
+        f"no space for {case.context:,} tokens in {chosen.name}: with the weights they need "
+        f"{bytes_word(needed(plan, chosen, case))}, there are {bytes_word(plan.memory)}"
+    )
+
+
+def _has_room(plan: Plan, chosen: Format, case: Case) -> bool:
+    return not plan.memory or needed(plan, chosen, case) <= plan.memory
 
 
 def needed(plan: Plan, chosen: Format, case: Case) -> int:
@@ -298,23 +337,9 @@ def needed(plan: Plan, chosen: Format, case: Case) -> int:
     )
 
 
-def _check_room(plan: Plan, only: Case | None) -> None:
-    """UsageError where a case, or the only one given, does not fit in some format."""
-    for chosen in plan.formats:
-        for case in plan.cases if only is None else [only]:
-            size = needed(plan, chosen, case)
-            if plan.memory and size > plan.memory:
-                raise UsageError(
-                    f"no space for {case.context:,} tokens in {chosen.name}: with the weights they "
-                    f"need {bytes_word(size)}, there are {bytes_word(plan.memory)}"
-                )
-
-
 def fitting_cases(plan: Plan, chosen: Format) -> list[Case]:
     """The cases of a scan that a format has memory for; a note names the first that it has not."""
-    found = [
-        case for case in plan.cases if not plan.memory or needed(plan, chosen, case) <= plan.memory
-    ]
+    found = [case for case in plan.cases if _has_room(plan, chosen, case)]
     if len(found) < len(plan.cases):
         first = next(case for case in plan.cases if case not in found)
         size = needed(plan, chosen, first)

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ..errors import UnsupportedError, UsageError
-from .console import emit, note, read_text_file
+from .console import emit, read_text_file
 from .kv_options import (
     DEFAULT_FORMATS,
     Format,
     calibration_option,
     fitting_formats,
     kv_list_options,
+    note_unpacked,
     resolve_formats,
 )
 from .main import debug_option
@@ -84,7 +85,8 @@ def eval_options(function: Function) -> Function:
         named = [(path, _read(path)) for path in texts]
         name = model or default_model()
         config = _config(name)
-        fitting = fitting_formats(formats, cache_geometry(config), chosen=bool(kv or kv_k or kv_v))
+        chosen, longest = bool(kv or kv_k or kv_v), config.max_context
+        fitting = fitting_formats(formats, cache_geometry(config), longest, chosen)
         choice = ModelChoice(name, "f32", None, device, threads, calibration)
         return function(job=Job(choice, config, fitting, named, output), **rest)
 
@@ -216,7 +218,7 @@ def _quality(
         )
     model, documents = _open(job, context, "--context")
     windows = cut_windows(documents, context, max_tokens)
-    _note_unpacked(job, context)
+    note_unpacked(job.formats, context)
     with _progress() as progress:
         exact, measured = measure_quality(model, job.specs, windows, progress)
     count = f"{len(windows):,} window{'s' * (len(windows) > 1)}"
@@ -265,20 +267,6 @@ def _open(job: Job, tokens: int, option: str) -> tuple[Model, list[list[int]]]:
                 f"({option} takes less)"
             )
     return model, documents
-
-
-def _note_unpacked(job: Job, context: int) -> None:
-    """Say which formats pack nothing in so short a window: they are as good as exact."""
-    from ..backends.ops import PAGE_TOKENS
-    from ..kvstore.stats import sealed_pages
-
-    for measured in job.formats:
-        spec = measured.spec
-        if not sealed_pages(spec, context - 2):  # what the last prediction sees
-            note(
-                f"kvrt: {measured.name} packs nothing in windows of {context:,} tokens, it takes "
-                f"{spec.sink + spec.window + PAGE_TOKENS + 2:,}"
-            )
 
 
 # What is printed

@@ -148,15 +148,18 @@ def split_formats(text: str) -> list[str]:
     return [written.strip() for written in formats]
 
 
-def fitting_formats(formats: Sequence[Format], geometry: Geometry, chosen: bool) -> list[Format]:
+def fitting_formats(
+    formats: Sequence[Format], geometry: Geometry, context: int, chosen: bool
+) -> list[Format]:
     """The formats that fit a model's cache: of default ones some may be left out, with a note.
 
-    Raises UnsupportedError for one that was `chosen` and does not fit.
+    `context` is the longest that the model can have. Raises UnsupportedError for one that was
+    `chosen` and does not fit.
     """
     fitting = []
     for asked in formats:
         try:
-            asked.spec.check(geometry)
+            asked.spec.check(geometry, context)
         except UnsupportedError as error:
             if chosen:
                 raise
@@ -164,6 +167,20 @@ def fitting_formats(formats: Sequence[Format], geometry: Geometry, chosen: bool)
         else:
             fitting.append(asked)
     return fitting
+
+
+def note_unpacked(formats: Sequence[Format], context: int) -> None:
+    """Say which formats pack nothing of so many tokens: they are as good as exact there."""
+    from ..backends.ops import PAGE_TOKENS
+    from ..kvstore.stats import sealed_pages
+
+    for chosen in formats:
+        spec = chosen.spec
+        if not sealed_pages(spec, context - 2):  # what the last prediction sees
+            note(
+                f"kvrt: {chosen.name} packs nothing in windows of {context:,} tokens, it takes "
+                f"{spec.sink + spec.window + PAGE_TOKENS + 2:,}"
+            )
 
 
 @contextmanager

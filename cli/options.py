@@ -295,12 +295,7 @@ def _fitting(kv: str, model: str) -> tuple[str, str]:
     source = find_source(model)
     spec = KVSpec.parse(kv)
     try:
-        spec.check(cache_geometry(source.config))
-        if spec.sink + spec.window > source.context_limit:
-            raise UnsupportedError(
-                f"it keeps {spec.sink + spec.window} tokens exact, more than the context of "
-                f"{source.context_limit}"
-            )
+        spec.check(cache_geometry(source.config), source.context_limit)
     except UnsupportedError as error:
         return "f16", f"kvrt: the default cache format {kv} does not fit this model ({error}): f16"
     return kv, ""

@@ -193,7 +193,7 @@ class _JsonLines(Report):
 
 
 class _JsonArray(Report):
-    """An array of objects, one a line."""
+    """An array of objects, one a line; each line is whole at once, whatever else is written."""
 
     def __init__(self, columns: Sequence[Column], write: Write) -> None:
         super().__init__(columns, write)
@@ -201,12 +201,12 @@ class _JsonArray(Report):
 
     def row(self, row: Row) -> None:
         text = _json(row)
-        before = ",\n" if self._begun else "[\n"
+        before = "," if self._begun else "[\n"
         self._begun = True
-        self._put(before + text)
+        self._put(f"{before}{text}\n")
 
     def _finish(self) -> None:
-        self._put("\n]\n" if self._begun else "[]\n")
+        self._put("]\n" if self._begun else "[]\n")
 
 
 class _JsonObject(Report):

@@ -265,7 +265,7 @@ def load(
     UnsupportedError for a request that cannot be met, ConfigError, WeightError or TokenizerError
     for a broken folder.
     """
-    from .backends import available_memory, check_device, get_ops
+    from .backends import available_memory, check_device, check_threads, get_ops
     from .backends.memory import release_freed
     from .calibrations import Calibrations
     from .kvstore import KVSpec
@@ -279,12 +279,8 @@ def load(
     limit = config.max_context
     if max_context is not None:
         limit = _checked_context(max_context, source.context_limit)
-    if spec.sink + spec.window > source.context_limit:
-        raise UsageError(
-            f"cache format {spec}: sink + window are {spec.sink + spec.window:,} tokens, "
-            f"more than this model's context of {source.context_limit:,}"
-        )
-    spec.check(cache_geometry(config))
+    spec.check(cache_geometry(config), source.context_limit)
+    check_threads(device, threads)
     sampling = source.sampling()
     tokenizer = source.tokenizer()
     release_freed()  # what parsing the vocabulary left behind

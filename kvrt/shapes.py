@@ -21,11 +21,16 @@ _F16 = np.dtype("<f2")
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
+UNTRAINED_CONTEXT = 1 << 24
+"""Most tokens of context with random weights, which were trained for no length."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """What memory arithmetic must know of a model; `config` where kvrt can also run it.
 
-    `dtype` is the type its matrices are stored in, `max_context` is in tokens.
+    `dtype` is the type its matrices are stored in, `max_context` the tokens it was trained for
+    and `context_limit` those that a cache of it may be asked to hold.
     """
 
     name: str
@@ -40,6 +45,7 @@ class Shape:
     dtype: np.dtype[Any]
     key_bias: bool
     config: ModelConfig | None
+    context_limit: int = UNTRAINED_CONTEXT
 
     @classmethod
     def of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -134,7 +134,8 @@ def find_shape(name: str) -> Shape:
     weights = source.weights()
     try:
         dtype = weights["model.embed_tokens.weight"].dtype
-        return Shape.of(name, source.config, dtype, weights.nbytes)
+        shape = Shape.of(name, source.config, dtype, weights.nbytes)
+        return replace(shape, context_limit=source.context_limit)
     finally:
         weights.close()
 

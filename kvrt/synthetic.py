@@ -18,12 +18,10 @@ from .backends.ops import RandomMatrix
 from .config import ModelConfig
 from .models.families import expected_tensors
 from .sampler import SamplingParams
+from .shapes import UNTRAINED_CONTEXT
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
-
-MAX_CONTEXT = 1 << 24
-"""Most tokens of context: such a model was never trained for a length."""
 
 _BIAS_SCALE = 0.1
 
@@ -94,7 +92,7 @@ class SyntheticSource:
 
     @property
     def context_limit(self) -> int:
-        return MAX_CONTEXT
+        return UNTRAINED_CONTEXT
 
     @property
     def folder(self) -> Path | None:

@@ -33,6 +33,14 @@ def check_device(device: str) -> None:
         )
 
 
+def check_threads(device: str, threads: int | None) -> None:
+    """Raise UsageError for a number of threads that the device cannot have; None is its own."""
+    from .cpu import check_threads as check
+
+    check_device(device)
+    check(threads)
+
+
 def available_memory(device: str) -> int:
     """Bytes that a model and its cache can have on a device; 0 where unknown."""
     from .memory import available_bytes

@@ -51,6 +51,13 @@ def available_threads() -> int:
     return os.cpu_count() or 1
 
 
+def check_threads(threads: int | None) -> None:
+    """Raise UsageError for a number of threads that is of no use here; None is all cores."""
+    most = max(64, 8 * available_threads())
+    if threads is not None and not 1 <= threads <= most:
+        raise UsageError(f"threads must be 1 to {most} on this machine, got {threads}")
+
+
 def _at(array: np.ndarray) -> int:
     return array.address if isinstance(array, Tensor) else array.ctypes.data
 
@@ -66,9 +73,7 @@ class CpuOps:
 
         Raises UsageError for a thread count below 1, KernelError where compilation fails.
         """
-        most = max(64, 8 * available_threads())
-        if threads is not None and not 1 <= threads <= most:
-            raise UsageError(f"threads must be 1 to {most} on this machine, got {threads}")
+        check_threads(threads)
         self.threads = threads or available_threads()
         self.kernels = Kernels(self.threads)
         self._libraries = ThreadpoolController()

@@ -44,7 +44,7 @@ def reset_peak() -> bool:
 def available_bytes() -> int:
     """Memory that this process can still take without swapping; 0 where unknown.
 
-    What is free or can be freed, and no more than the control group leaves.
+    What is free or can be freed, and no more than the control group leaves; 1 where there is none.
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -53,10 +53,20 @@ def available_bytes() -> int:
         return _physical_bytes()
     try:
         group = Path("/sys/fs/cgroup")
-        limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
-        return min(free, int(limit) - int(used))
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
     except (OSError, ValueError):  # no such group, or "max": no limit
         return free
+    return max(min(free, limit - used + _freeable_bytes(group)), 1)
+
+
+def _freeable_bytes(group: Path) -> int:
+    """Bytes of a control group's cached files; the system drops them where memory is wanted."""
+    try:
+        lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+        counts = {words[0]: int(words[1]) for words in lines}
+    except (OSError, ValueError, IndexError):
+        return 0
+    return max(counts.get("file", 0) - counts.get("shmem", 0), 0)
 
 
 def _physical_bytes() -> int:

@@ -176,8 +176,16 @@ class KVSpec:
         """Whether cached keys can move to other positions exactly: all are `pre` or `page`."""
         return all(k.rope != "post" for k, _ in self._pairs())
 
-    def check(self, geometry: Geometry) -> None:
-        """Raise UnsupportedError where the format does not fit a cache of this geometry."""
+    def check(self, geometry: Geometry, context: int | None = None) -> None:
+        """Raise UnsupportedError where the format does not fit a cache of this geometry.
+
+        Nor may its sinks and window be more than `context` tokens, the longest context there is.
+        """
+        if context is not None and self.sink + self.window > context:
+            raise UnsupportedError(
+                f"cache format {self}: sink + window are {self.sink + self.window:,} tokens, more "
+                f"than this model's context of {context:,}"
+            )
         covered = 0
         for override in self.overrides:
             if override.last >= geometry.num_layers:

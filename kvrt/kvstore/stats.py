@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..backends.ops import PAGE_TOKENS
 from ..backends.view import LAYER_SETTINGS
@@ -59,9 +60,10 @@ def base_entries(spec: KVSpec, pages: int) -> int:
     return -(-spec.sink // PAGE_TOKENS) + table_entries(pages) + tail_rows(spec) // PAGE_TOKENS
 
 
-def layouts(geometry: Geometry, spec: KVSpec) -> list[PageLayout]:
+@lru_cache(maxsize=64)
+def layouts(geometry: Geometry, spec: KVSpec) -> tuple[PageLayout, ...]:
     """The layout of each layer."""
-    return [PageLayout.of(geometry, spec, layer) for layer in range(geometry.num_layers)]
+    return tuple(PageLayout.of(geometry, spec, layer) for layer in range(geometry.num_layers))
 
 
 def slab_bytes(geometry: Geometry, spec: KVSpec) -> int:

@@ -196,14 +196,14 @@ def test_an_error_in_a_list_names_its_option(kv: str, kv_k: str | None, start: s
 def test_only_default_formats_may_be_left_out(capsys: Any) -> None:
     shape = Geometry(2, 2, 80)
     formats = [Format(name, KVSpec.parse(name)) for name in ("f16", "kvrt4", "bf16")]
-    fitting = fitting_formats(formats, shape, chosen=False)
+    fitting = fitting_formats(formats, shape, 8192, chosen=False)
     assert [asked.name for asked in fitting] == ["f16", "bf16"]
     said = capsys.readouterr().err
     assert said.startswith("kvrt: the default cache format kvrt4 does not fit this model (")
     assert said.count("\n") == 1
     with pytest.raises(UnsupportedError, match="v=int4:token:g64:had"):
-        fitting_formats(formats, shape, chosen=True)
-    assert fitting_formats(formats[:1], shape, chosen=True) == formats[:1]
+        fitting_formats(formats, shape, 8192, chosen=True)
+    assert fitting_formats(formats[:1], shape, 8192, chosen=True) == formats[:1]
 
 
 # --- what a command gets ---

@@ -9,7 +9,7 @@ import pytest
 
 from kvrt.backends import get_ops
 from kvrt.backends.cpu import CpuOps
-from kvrt.backends.ops import Linear
+from kvrt.backends.ops import Linear, Matrix, RandomMatrix
 from kvrt.errors import KernelError, UnsupportedError, UsageError
 from tests.helpers.compare import assert_close
 from tests.helpers.refs import turned
@@ -282,3 +282,104 @@ def test_devices_and_threads_are_checked() -> None:
     for threads in (0, -1, 100_000):
         with pytest.raises(UsageError, match=f"1 to .* got {threads}"):
             get_ops("cpu", threads)
+
+
+# --- benchmarks ---
+
+
+def random_reference(recipe: RandomMatrix) -> np.ndarray:
+    """The formula of random matrices, on whole arrays of 32-bit numbers: shape, stored type."""
+
+    def mix(x: np.ndarray) -> np.ndarray:
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+        x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+        return x ^ (x >> np.uint32(16))
+
+    low, high = (np.uint32(recipe.seed >> shift & 0xFFFFFFFF) for shift in (0, 32))
+    index = np.arange(recipe.shape[0] * recipe.shape[1], dtype=np.uint32)
+    hashed = mix(mix(index ^ low) + high)  # (rows * cols,) u32
+    unit = (hashed >> np.uint32(8)) / np.float64(1 << 23) - 1.0  # (rows * cols,) f64, exact
+    values = unit.astype(np.float32) * np.float32(recipe.scale)
+    return values.reshape(recipe.shape).astype(recipe.dtype)
+
+
+def bits_of(matrix: Matrix) -> np.ndarray:
+    return np.asarray(matrix.array).view(f"u{matrix.array.itemsize}")
+
+
+@pytest.mark.parametrize("stored", DTYPES)
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+@pytest.mark.parametrize("seed", [0, 1, 0xFEDCBA9876543210])
+def test_random_matrices_follow_their_formula(stored: str, threads: int, seed: int) -> None:
+    """To the bit, whichever thread makes a row; even and odd columns, one row, one column."""
+    ops = CpuOps(threads)
+    for shape, scale in [((37, 65), 0.7), ((1, 300), 1.0), ((301, 1), 1e-3), ((64, 128), 3.0)]:
+        recipe = RandomMatrix(shape, DTYPES[stored], seed, scale)
+        made = ops.matrix(recipe)
+        assert (made.rows, made.cols, made.kind) == (*shape, KINDS[stored])
+        assert made.array.nbytes == recipe.nbytes
+        expected = random_reference(recipe).view(f"u{recipe.dtype.itemsize}")
+        np.testing.assert_array_equal(bits_of(made), expected)
+
+
+@pytest.mark.parametrize("stored", DTYPES)
+def test_random_matrices_are_the_same_each_time_and_differ_by_seed(
+    ops: CpuOps, stored: str
+) -> None:
+    """Each of the 64 bits of a seed counts."""
+    first = bits_of(ops.matrix(RandomMatrix((9, 33), DTYPES[stored], 5, 1.0)))
+    again = bits_of(ops.matrix(RandomMatrix((9, 33), DTYPES[stored], 5, 1.0)))
+    np.testing.assert_array_equal(first, again)
+    for bit in range(64):
+        other = bits_of(ops.matrix(RandomMatrix((9, 33), DTYPES[stored], 5 ^ 1 << bit, 1.0)))
+        # Two random bfloat16 in -1 .. 1 are the same about once in 200 times.
+        assert (other == first).mean() < 0.1, bit
+
+
+def test_random_matrices_are_uniform(ops: CpuOps) -> None:
+    values = np.asarray(ops.matrix(RandomMatrix((500, 400), DTYPES["f32"], 7, 2.0)).array)
+    counts, _ = np.histogram(values, bins=16, range=(-2.0, 2.0))
+    # Of 200,000 numbers 12,500 fall into each bin, give or take 108 (one sigma).
+    assert counts.sum() == values.size and abs(counts - 12_500).max() < 5 * 108
+    neighbours = [(values[:, :-1], values[:, 1:]), (values[:-1], values[1:])]
+    for left, right in neighbours:
+        assert abs(np.corrcoef(left.ravel(), right.ravel())[0, 1]) < 0.012  # 5 sigma
+    assert len(np.unique(values)) > 0.98 * values.size
+
+
+def test_a_random_matrix_is_a_weight_like_any_other(ops: CpuOps) -> None:
+    recipe = RandomMatrix((33, 65), DTYPES["bf16"], 3, 0.5)
+    x, out = normal((2, 65), 0), nan_array(ops, (2, 33))
+    ops.linear(ops.to_device(x), (Linear(ops.matrix(recipe)),), (out,))
+    expected = x.astype(np.float64) @ random_reference(recipe).astype(np.float64).T
+    assert_close(out, expected, tolerance("linear", "bf16"))
+
+
+def test_the_read_bandwidth_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bytes a second of the best pass: the clock says 1 s for each, but for one of 0.5 s."""
+    monkeypatch.setattr("kvrt.backends.cpu._PROBE_BYTES", 1 << 22)
+    ops = CpuOps(2)
+    assert 0 < ops.read_bandwidth() < float("inf")
+    ends = [(2.0 * start, 2.0 * start + (0.5 if start == 3 else 1.0)) for start in range(10)]
+    ticks = iter([time for pair in ends for time in pair])
+    monkeypatch.setattr("kvrt.backends.cpu.time.perf_counter", lambda: next(ticks))
+    assert ops.read_bandwidth() == (1 << 22) / 0.5
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_word_is_read(threads: int) -> None:
+    ops = CpuOps(threads)
+    words = np.random.default_rng(0).integers(0, 1 << 63, (7, 50), dtype=np.uint64)
+    source, sums = ops.to_device(words), ops.empty((7,), np.uint64)
+    ops.kernels.read_words(7, 2, source.address, 50, sums.address)
+    np.testing.assert_array_equal(sums, words.sum(axis=1))  # both wrap
+
+
+def test_a_device_says_what_it_is() -> None:
+    for threads in (1, 2):
+        ops = CpuOps(threads)
+        assert (ops.name, ops.threads) == ("cpu", threads)
+        assert ops.device_name == f"CPU, {threads} thread{'s' * (threads > 1)}"
+        for text in (ops.hardware, ops.build):
+            assert isinstance(text, str) and text.strip() == text != "" and "\n" not in text
+    assert CpuOps(1).build == CpuOps(1).build

@@ -1,0 +1,441 @@
+"""`kvrt bench`: rows of tests, the same in every form, and what an early end leaves of them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from itertools import product
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from kvrt.backends import get_ops
+from kvrt.backends.cpu import CpuOps
+from kvrt.bench.axes import bytes_word
+from kvrt.cli import bench as cli_bench
+from kvrt.cli.main import run
+from kvrt.kvstore import KVSpec, KVStore, estimate
+from kvrt.models.decoder import Decoder
+from kvrt.source import find_shape
+from tests.helpers.bench_cli import (
+    FORMS,
+    SCAN,
+    TESTS,
+    form,
+    on_decode,
+    parsed,
+    printed,
+    rows_of,
+    table_of,
+    tables_of,
+    without_notes,
+)
+from tests.helpers.fake_clock import FakeClock, time_by_bytes
+from tests.helpers.tiny_model import write_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+BANDWIDTH = 1e9  # bytes/s of the fake clock
+FACTS = {
+    "model", "model_type", "parameters", "effective_kv", "estimated_bytes", "peak_is_own",
+    "read_share", "device_read_GBps", "backend", "kernels", "threads", "n_batch", "n_ubatch",
+    "warmup", "repetitions", "remarks", "check_kld", "check_top1", "check_tokens", "version",
+    "versions", "commit", "date", "bits_per_element", "cache_bytes", "peak_bytes", "weight_bytes",
+    "read_GBps", "device", "fill",
+}  # fmt: skip
+TEST_KEYS = FACTS | {
+    "test", "kv", "n_prompt", "n_gen", "depth", "mean_tokens_per_s", "std_tokens_per_s",
+    "samples", "samples_s",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    write_tiny_model(folder, tokenizer=True, head_dim=64, max_context=1024)
+    get_ops("cpu")  # compiles the kernels where that was not done yet, and says so on stderr
+    return str(folder)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """Every run takes the same time, which is that of its bytes."""
+    return time_by_bytes(monkeypatch, BANDWIDTH)
+
+
+# --- rows ---
+
+
+@pytest.mark.usefixtures("clock")
+def test_rows_of_tests(model: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuOps, "read_bandwidth", lambda self: 4 * BANDWIDTH)
+    rows = rows_of(capsys, [*TESTS, "-m", model, "-t", "1"])
+    names = ["pp64", "tg4", "pp32+tg2"]
+    names += [f"{name} @ d100" for name in names]
+    assert [(row["kv"], row["test"]) for row in rows] == [*product(["f16", "kvrt2"], names)]
+    ops, shape = CpuOps(1), find_shape(model)
+    for row in rows:
+        assert set(row) == TEST_KEYS
+        spec = KVSpec.parse(row["kv"])
+        numbers = row["n_prompt"], row["n_gen"], row["depth"]
+        assert numbers[:2] in [(64, 0), (0, 4), (32, 2)]
+        assert numbers[2] == 100 * ("d100" in row["test"])
+        # What was effective.
+        assert KVSpec.parse(row["effective_kv"]) == spec
+        assert row["bits_per_element"] == {"f16": 16.0, "kvrt2": 3.0}[row["kv"]]
+        size = estimate(shape.geometry, spec, sum(numbers))
+        assert row["cache_bytes"] == row["estimated_bytes"] == size
+        assert row["peak_bytes"] > row["weight_bytes"] == shape.weight_bytes
+        assert row["parameters"] == shape.parameters and row["model_type"] == "llama"
+        facts = {
+            "model": model, "device": ops.hardware, "backend": "cpu", "kernels": ops.build,
+            "threads": 1, "n_batch": None, "n_ubatch": 256, "fill": "prefill", "warmup": True,
+            "repetitions": 3, "remarks": [], "check_kld": None,
+            "device_read_GBps": 4 * BANDWIDTH / 1e9,
+        }  # fmt: skip
+        assert facts.items() <= row.items()
+        assert row["versions"]["numpy"] == np.__version__
+        assert datetime.fromisoformat(row["date"]).tzinfo is not None
+        # Speed.
+        tokens = row["n_prompt"] + row["n_gen"]
+        assert row["samples"] == [tokens / seconds for seconds in row["samples_s"]]
+        assert len(row["samples"]) == 3
+        assert row["mean_tokens_per_s"] == statistics.fmean(row["samples"])
+        assert row["std_tokens_per_s"] == statistics.stdev(row["samples"])
+        if row["n_gen"] == 0:
+            assert row["mean_tokens_per_s"] == pytest.approx(1000)  # of the fake clock
+        if row["n_prompt"]:
+            assert row["read_GBps"] is row["read_share"] is None
+        else:
+            assert row["read_GBps"] == pytest.approx(BANDWIDTH / 1e9)
+            assert row["read_share"] == pytest.approx(0.25)
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(
+    ("args", "names"),
+    [
+        ([], ["pp512", "tg128"]),
+        (["-p", "8"], ["pp8", "tg128"]),
+        (["-p", "8,3", "-p", "5", "-n", "0"], ["pp8", "pp3", "pp5"]),
+        (["-p", "4-16*2", "-n", "1-2"], ["pp4", "pp8", "pp16", "tg1", "tg2"]),
+        (["-p", "0", "-n", "2", "-d", "64,0", "-d", "0-20+10"],
+         ["tg2", "tg2 @ d10", "tg2 @ d20", "tg2 @ d64"]),
+        (["-p", "0", "-n", "0", "-pg", "8,2", "-pg", "4,0"], ["pp8+tg2", "pp4"]),
+        (["-p", "1k", "-n", "0"], ["pp1024"]),  # all of the model's context
+    ],
+)  # fmt: skip
+def test_lists_and_ranges_of_tests(
+    model: str, capsys: Any, args: list[str], names: list[str]
+) -> None:
+    rows = rows_of(capsys, [*args, "-m", model, "-t", "1", "-r", "1", "--kv", "f16"])
+    assert [row["test"] for row in rows] == names
+
+
+@pytest.mark.usefixtures("clock")
+def test_every_combination_of_threads_and_batches(
+    model: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    prefill = Decoder.prefill
+
+    def seen(self: Decoder, token_ids: Any, store: Any, **rest: Any) -> Any:
+        calls.append((self.ops.threads, len(token_ids), self.chunk_tokens))
+        return prefill(self, token_ids, store, **rest)
+
+    monkeypatch.setattr(Decoder, "prefill", seen)
+    args = ["-m", model, "-p", "48", "-n", "0", "-r", "1", "--no-warmup", "--kv", "f16"]
+    lists = ["-t", "1", "-t", "2", "-b", "16,48", "-ub", "8,32"]
+    rows = rows_of(capsys, [*args, *lists])
+    combined = list(product([1, 2], [16, 48], [8, 32]))
+    fields = ("threads", "n_batch", "n_ubatch")
+    assert [tuple(row[field] for field in fields) for row in rows] == combined
+    pieces = [(t, b, ub) for t, b, ub in combined for _ in range(48 // b)]
+    assert [call for call in calls if call[1]] == pieces
+    # People see a column for what varies, and for nothing else.
+    for given, heads in ((lists, list(fields)), (["-t", "1", "-b", "8", "-ub", "8"], [])):
+        table = table_of(printed(capsys, [*args, *given], "md"))
+        assert [head for head in table[0] if head in fields] == heads
+        assert [row["kv"] for row in table] == ["f16"] * len(table)
+        for row, values in zip(table, combined):
+            assert [row[head] for head in heads] == [str(value) for value in values][: len(heads)]
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(("more", "repetitions"), [([], 5), (["-r", "1"], 1)])
+@pytest.mark.parametrize("warm", [True, False])
+def test_repetitions_and_the_warm_up(
+    model: str, capsys: Any, monkeypatch: pytest.MonkeyPatch, more: list[str],
+    repetitions: int, warm: bool,
+) -> None:  # fmt: skip
+    steps: list[int] = []
+    on_decode(monkeypatch, lambda store: steps.append(len(store)))
+    args = ["-m", model, "-p", "0", "-n", "10", "--kv", "f16", "-t", "1", *more]
+    (row,) = rows_of(capsys, args if warm else [*args, "--no-warmup"])
+    warming = list(range(1, 9)) if warm else []
+    assert steps == warming + list(range(1, 11)) * repetitions
+    assert row["repetitions"] == len(row["samples"]) == repetitions
+    assert row["std_tokens_per_s"] == pytest.approx(0, abs=1e-6 * row["mean_tokens_per_s"])
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("command", [["-p", "0", "-n", "2", "-d", "200"], ["--scan", "202"]])
+@pytest.mark.parametrize("fill", ["prefill", "synthetic", None])
+def test_what_fills_the_cache(
+    model: str, capsys: Any, monkeypatch: pytest.MonkeyPatch, command: list[str], fill: str | None
+) -> None:
+    filled: list[int] = []
+    prefill = Decoder.prefill
+
+    def seen(self: Decoder, token_ids: Any, store: Any, **rest: Any) -> Any:
+        filled.append(len(token_ids))
+        return prefill(self, token_ids, store, **rest)
+
+    monkeypatch.setattr(Decoder, "prefill", seen)
+    args = [*command, "-n", "2", "-m", model, "-t", "1", "-r", "1", "--kv", "kvrt2"]
+    (row,) = rows_of(capsys, [*args, "--fill", fill] if fill else args)
+    expected = fill or ("synthetic" if command[0] == "--scan" else "prefill")
+    assert row["fill"] == expected
+    assert (200 in filled) == (expected == "prefill")
+    assert row["cache_bytes"] == row["estimated_bytes"]
+    assert table_of(printed(capsys, args, "md"))[0]["fill"] in (
+        "prefill",
+        "synthetic",
+    )
+
+
+# --- forms ---
+
+
+@pytest.mark.parametrize(
+    ("command", "columns"),
+    [
+        (TESTS, {
+            "kv": lambda row: row["kv"],
+            "test": lambda row: row["test"],
+            "bits": lambda row: f"{row['bits_per_element']:.2f}",
+            "t/s": lambda row: f"{row['mean_tokens_per_s']:.2f} ± {row['std_tokens_per_s']:.2f}",
+            "cache": lambda row: bytes_word(row["cache_bytes"]),
+            "peak": lambda row: bytes_word(row["peak_bytes"]),
+            "GB/s": lambda row: "" if row["n_prompt"] else f"{row['read_GBps']:.1f}",
+            "of device": lambda row: "" if row["n_prompt"] else "100 %",
+            "fill": lambda row: row["fill"],
+        }),
+        (SCAN, {
+            "context": lambda row: f"{row['context']:,}",
+            "us a token": lambda row: f"{row['decode_us']:,.0f} ± {row['std_us']:,.0f}",
+            "cache": lambda row: bytes_word(row["cache_bytes"]),
+            "GB/s": lambda row: f"{row['read_GBps']:.1f}",
+        }),
+        (("--dry-run", "-p", "64,4k", "-n", "0", "--batch", "3", "--limit", "50MB"), {
+            "test": lambda row: row["test"],
+            "context": lambda row: f"{row['context']:,}",
+            "batch": lambda row: "3",
+            "weights": lambda row: bytes_word(row["weight_bytes"]),
+            "tokens alone": lambda row: bytes_word(row["token_bytes"]),
+            "cache": lambda row: bytes_word(row["cache_bytes"]),
+            "together": lambda row: bytes_word(row["total_bytes"]),
+            "weights %": lambda row: f"{100 * row['weight_share']:.1f}",
+            "cache %": lambda row: f"{100 * row['cache_share']:.1f}",
+            "tokens that fit": lambda row: f"{row['fits_tokens']:,}",
+        }),
+    ],
+    ids=["tests", "scan", "dry-run"],
+)  # fmt: skip
+def test_every_form_holds_the_same_numbers(
+    model: str,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: FakeClock,
+    command: tuple[str, ...],
+    columns: dict[str, Callable[[dict[str, Any]], str]],
+) -> None:
+    monkeypatch.setattr(CpuOps, "peak_bytes", lambda self: 123_456_789)  # the only other variable
+    args = [*command, "-m", model, "-t", "1"]
+
+    def again(output: str) -> str:
+        clock.now = 0.0  # so that equal times are rounded alike
+        return printed(capsys, args, output)
+
+    rows = parsed("json", again("json"))
+    assert len(rows) >= 4
+    for output in ("json", "jsonl", "csv", "object"):
+        found = parsed(output, again(output))
+        for row, other in zip(rows, found, strict=True):
+            assert list(row) == list(other)
+            for key in row.keys() - {"date"}:
+                value = row[key]
+                if output == "csv" and not isinstance(value, str):
+                    value = "" if value is None else json.dumps(value)
+                assert other[key] == value, key
+    shown = table_of(again("md"))
+    for row, cells in zip(rows, shown, strict=True):
+        for head, cell in columns.items():
+            assert cells[head] == cell(row), head
+    lines = again("table").splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith(("model ", "kv ")))
+    for cells, line in zip(shown, lines[first + 1 :]):
+        assert line.split() == " ".join(cell for cell in cells.values() if cell).split()
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("output", FORMS)
+@pytest.mark.parametrize("command", [TESTS, SCAN], ids=["tests", "scan"])
+def test_rows_on_stderr_too(model: str, capsys: Any, command: tuple[str, ...], output: str) -> None:
+    """Of one and the same run, so with peaks and all."""
+    assert run(["bench", *command, "-m", model, "-t", "1", *form(output), "-oe", "json"]) == 0
+    out, err = capsys.readouterr()
+    rows = json.loads(without_notes(err))
+    if output in ("json", "jsonl", "object"):
+        assert parsed(output, out) == rows
+    elif output == "csv":
+        assert [float(row["peak_bytes"]) for row in parsed("csv", out)] == [
+            row["peak_bytes"] for row in rows
+        ]
+    else:
+        assert all(bytes_word(row["peak_bytes"]) in out for row in rows)
+
+
+@pytest.mark.usefixtures("clock")
+def test_what_is_said_beside_the_rows(model: str, capsys: Any) -> None:
+    args = ["-m", model, "-p", "64", "-n", "16", "-r", "2", "-d", "0,10", "--kv", "f16,kvrt2"]
+    assert run(["bench", *args, "-t", "1"]) == 0
+    _, err = capsys.readouterr()
+    ops = CpuOps(1)
+    total = 2 * (10 + 2 * (64 + 8) + 2 * 2 * (64 + 16))  # fill, warm-up, repetitions
+    assert err.splitlines() == [
+        f"kvrt: {ops.hardware}, {ops.device_name}: memory is read at 1.0 GB/s",
+        f"kvrt: measure ({total:,} tokens)",
+    ]
+
+
+def test_help(capsys: Any) -> None:
+    assert run(["bench", "--help"]) == 0
+    out, err = capsys.readouterr()
+    words = (
+        "-p, --n-prompt", "-n, --n-gen", "-pg", "-d, --n-depth", "--scan A:B", "-r, --repetitions",
+        "--fill", "-b, --batch-size", "-ub, --ubatch-size", "-t, --threads", "--no-warmup",
+        "--check", "--dry-run", "--batch B", "--limit BYTES", "--plot FILE", "-oe, --output-err",
+        "-o, --output [table|md|csv|json|jsonl]", "--json", "--kv SPEC", "--device",
+    )  # fmt: skip
+    assert err == "" and [word for word in words if word not in out] == []
+    assert "[default: md]" in " ".join(out.split())
+
+
+# --- what ends early ---
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Ctrl-C inside the decoder once so many tokens were decoded."""
+    left = iter(range(after))
+
+    def count(store: KVStore) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+
+    on_decode(monkeypatch, count)
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("output", FORMS)
+@pytest.mark.parametrize("done", [0, 3])
+def test_ctrl_c_keeps_the_tests_that_are_done(
+    model: str, capsys: Any, monkeypatch: pytest.MonkeyPatch, output: str, done: int
+) -> None:
+    args = ["-p", "0", "-n", "4", "-r", "2", "-d", "0,64", "--kv", "f16,kvrt2", "-t", "1"]
+    interrupt(monkeypatch, done * 12 + 5)
+    assert run(["bench", *args, "-m", model, *form(output)]) == 130
+    out, err = capsys.readouterr()
+    assert all(line.startswith("kvrt: ") and "error" not in line for line in err.splitlines())
+    names = [("f16", "tg4"), ("f16", "tg4 @ d64"), ("kvrt2", "tg4")][:done]
+    if output in ("md", "table"):
+        lines = out.splitlines()[2 if output == "md" else 1 :]
+        assert [line.count("tg4") for line in lines] == [1] * done
+    else:
+        assert [(row["kv"], row["test"]) for row in parsed(output, out)] == names
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("output", FORMS)
+def test_ctrl_c_keeps_the_contexts_that_are_done(
+    model: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    path = tmp_path / "scan.svg"
+    interrupt(monkeypatch, 6 * 12 + 5)
+    assert run(["bench", *SCAN, "-m", model, "-t", "1", *form(output), "--plot", str(path)]) == 130
+    out, err = capsys.readouterr()
+    assert "error" not in err and "Traceback" not in err
+    assert ElementTree.fromstring(path.read_bytes()).tag.endswith("svg")
+    done = [*product(["f16"], [64, 128, 256, 512]), ("kvrt2", 64), ("kvrt2", 128)]
+    if output == "table":
+        points, trends = out.split("\n\n")
+        assert len(points.splitlines()) == 7 and len(trends.splitlines()) == 3
+    elif output == "md":
+        points, trends = tables_of(out)
+        assert [(row["kv"], row["context"]) for row in points] == [
+            (kv, str(context)) for kv, context in done
+        ]
+        assert [trend["kv"] for trend in trends] == ["f16", "kvrt2"]
+        assert trends[1]["us per 1k tokens"] != ""
+    else:
+        rows = parsed(output, out)
+        assert [(row["kv"], int(row["context"])) for row in rows] == done
+        assert all(row["slope_us_per_1k"] not in ("", None) for row in rows)
+
+
+@pytest.mark.usefixtures("clock")
+def test_ctrl_c_before_the_first_context_draws_nothing(
+    model: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "scan.svg"
+    interrupt(monkeypatch, 3)
+    args = [*SCAN, "-m", model, "-t", "1", "--plot", str(path)]
+    assert printed(capsys, args, "json", 130) == "[]\n"
+    assert not path.exists()
+    with monkeypatch.context() as patch:
+        interrupt(patch, 3)
+        assert printed(capsys, args, "md", 130) == ""
+
+
+def test_a_reader_that_leaves_ends_it_quietly(model: str) -> None:
+    """200 rows are more than a pipe holds, so that one of them finds no reader."""
+    args = ["-m", model, "-p", "1-100", "-n", "0", "-r", "1", "--no-warmup", "-t", "1"]
+    command = [sys.executable, "-m", "kvrt", "bench", *args, "-o", "jsonl"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert json.loads(process.stdout.readline())["test"] == "pp1"
+        process.stdout.close()
+        err = process.stderr.read().decode("utf-8")
+    assert process.returncode == 1
+    assert len(err.splitlines()) == 2
+    assert all(line.startswith("kvrt: ") and "error" not in line for line in err.splitlines())
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("output", ["md", "jsonl"])
+def test_a_reader_that_leaves_takes_nothing_else_along(
+    model: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    """Rows on stderr are whole, and what was measured is drawn."""
+    path = tmp_path / "scan.svg"
+    left = iter(range(2))
+
+    def gone(text: str) -> None:
+        if next(left, None) is None:
+            raise BrokenPipeError(32, "stdout is closed")
+
+    monkeypatch.setattr(cli_bench, "emit", gone)
+    args = [*SCAN, "-m", model, "-t", "1", "-o", output, "-oe", "json", "--plot", str(path)]
+    assert run(["bench", *args]) == 1
+    err = capsys.readouterr().err
+    assert "error" not in err and "Traceback" not in err
+    assert isinstance(json.loads(without_notes(err)), list)
+    assert path.exists()
