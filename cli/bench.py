@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import product
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..bench.axes import bytes_word
-from .bench_plan import Plan, bench_options, fitting_cases, is_base, make_plan
+from .bench_plan import Plan, bench_options, is_base, make_jobs, make_plan
 from .bench_tables import (
     ScanReport,
     case_columns,
@@ -25,7 +25,6 @@ from .bench_tables import (
 from .console import emit, note, wants_colour
 from .kv_options import (
     DEFAULT_FORMATS,
-    Format,
     calibration_option,
     kv_list_options,
     note_unpacked,
@@ -36,9 +35,9 @@ from .report import Write, make_report, output_options
 if TYPE_CHECKING:
     from ..bench.case import Settings
     from ..bench.check import Agreement
-    from ..bench.fit import Line
-    from ..bench.measure import Bench
+    from ..bench.measure import Bench, Job
     from ..bench.plot import Series
+    from ..bench.result import Measured
     from ..bench.rows import Row, Setup
     from ..generate import Model
 
@@ -56,8 +55,8 @@ def command(output: str, output_err: str | None, dry_run: bool, **options: Any) 
 
     Tests are named as llama-bench names them: pp512 computes a prompt of 512 tokens, tg128
     generates 128, and @ d4096 does it behind 4,096 cached tokens. Loading, tokenising and sampling
-    are not timed; a test runs once before it is timed. peak is the most memory held since the
-    cache began to be filled, of the device reads what a decoded token reads (weights and cache)
+    are not timed. Each test runs once before, with no other cache in memory, which gives its peak;
+    then all formats are timed in turn. GB/s is what a decoded token reads, weights and cache,
     beside what the device's memory can give. With --scan: what a context costs, and from which on
     a format is faster than f16.
     """
@@ -159,13 +158,13 @@ def _agreements(plan: Plan, model: Model) -> dict[str, Agreement]:
 class _Progress:
     """The bar on stderr, which goes away while rows are printed."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, groups: Sequence[Sequence[Job]]) -> None:
         from ..bench.measure import planned_tokens
         from .progress import console_progress, tokens
 
         self._bar = console_progress(tokens)
         runs = len(plan.threads) * len(plan.batches) * len(plan.micro_batches)
-        self._total = runs * len(plan.formats) * planned_tokens(plan.cases, plan.settings)
+        self._total = runs * sum(planned_tokens(jobs, plan.settings) for jobs in groups)
         self._done = 0
 
     def told(self, count: int) -> None:
@@ -192,26 +191,36 @@ class _Progress:
 def _tests(plan: Plan, outputs: Outputs) -> None:
     from ..bench.rows import case_row
 
+    groups = make_jobs(plan)
     tests = [case.name for case in plan.cases]
     columns = case_columns(plan.model, plan.names, tests, plan.varied, plan.check)
-    with _Progress(plan) as progress, ExitStack() as stack:
+    with _Progress(plan, groups) as progress, ExitStack() as stack:
         reports = [
             stack.enter_context(make_report(kind, columns, progress.wrap(write)))
             for kind, write in outputs
         ]
         for run in _runs(plan, progress):
-            for chosen in plan.formats:
-                agreement = run.agreements.get(chosen.name)
-                for found in run.bench.run(chosen.spec, plan.cases):
-                    row = case_row(chosen.name, found, run.setup, agreement)
-                    for report in reports:
-                        report.row(row)
+            for name, found in _measured(plan, run, groups):
+                row = case_row(name, found, run.setup, run.agreements.get(name))
+                for report in reports:
+                    report.row(row)
+
+
+def _measured(
+    plan: Plan, run: Run, groups: Sequence[Sequence[Job]]
+) -> Iterator[tuple[str, Measured]]:
+    """All that is measured in one run, with the formats' names."""
+    names = {chosen.spec: chosen.name for chosen in plan.formats}
+    for jobs in groups:
+        for job, found in run.bench.run(jobs):
+            yield names[job.spec], found
 
 
 def _scan(plan: Plan, outputs: Outputs) -> None:
+    groups = make_jobs(plan)
     columns = scan_columns(plan.names, plan.varied, plan.check)
     trends = trend_columns(plan.names, plan.varied)
-    with _Progress(plan) as progress, ExitStack() as stack:
+    with _Progress(plan, groups) as progress, ExitStack() as stack:
         reports = [
             stack.enter_context(ScanReport(kind, columns, trends, progress.wrap(write)))
             for kind, write in outputs
@@ -219,10 +228,7 @@ def _scan(plan: Plan, outputs: Outputs) -> None:
         scan = _Scan(plan, reports)
         stack.callback(scan.draw)  # what an interrupt has left, too
         for run in _runs(plan, progress):
-            base: Line | None = None
-            for chosen in plan.formats:
-                line = scan.measure(run, chosen, base)
-                base = line if is_base(chosen) else base
+            scan.measure(run, groups)
 
 
 class _Scan:
@@ -234,48 +240,48 @@ class _Scan:
         self._series: list[Series] = []
         self._about = ""
 
-    def measure(self, run: Run, chosen: Format, base: Line | None) -> Line | None:
-        """Measure a format at each context; what an interrupt leaves is reported too.
+    def measure(self, run: Run, groups: Sequence[Sequence[Job]]) -> None:
+        """Measure each format at each context; what an interrupt leaves is reported too."""
+        from ..bench.rows import scan_row
 
-        `base` is the line of f16, if that was measured; the format's own line comes back.
-        """
-        from ..bench.rows import scan_row, trend_line
-
-        rows: list[Row] = []
-        agreement = run.agreements.get(chosen.name)
+        rows: dict[str, list[Row]] = {}
         try:
-            for found in run.bench.run(chosen.spec, fitting_cases(self._plan, chosen)):
-                rows.append(scan_row(chosen.name, found, run.setup, agreement))
+            for name, found in _measured(self._plan, run, groups):
+                row = scan_row(name, found, run.setup, run.agreements.get(name))
+                rows.setdefault(name, []).append(row)
                 for report in self._reports:
-                    report.point(rows[-1])
+                    report.point(row)
         finally:
-            if rows:
-                self._finish(chosen, rows, trend_line(rows), base)
-        return trend_line(rows)
+            self._finish(rows)
 
-    def _finish(
-        self, chosen: Format, rows: Sequence[Row], line: Line | None, base: Line | None
-    ) -> None:
+    def _finish(self, rows: Mapping[str, Sequence[Row]]) -> None:
+        """Fit a line to the rows of each format, and tell what it says beside that of f16."""
         from ..bench.plot import Series
-        from ..bench.rows import trend_fields
+        from ..bench.rows import trend_fields, trend_line
 
-        is_f16 = is_base(chosen)
-        fields = trend_fields(line, line if is_f16 else base, self._plan.fits(chosen))
-        complete = [row | fields for row in rows]
-        varied = [f", {field} {rows[0][field]}" for field in self._plan.varied]
-        self._series.append(
-            Series(
-                name=chosen.name + "".join(varied),
-                contexts=[row["context"] for row in rows],
-                cache_bytes=[row["cache_bytes"] for row in rows],
-                peak_bytes=[row["peak_bytes"] for row in rows],
-                decode_us=[row["decode_us"] for row in rows],
-                line=line,
+        done = [chosen for chosen in self._plan.formats if chosen.name in rows]
+        lines = {chosen.name: trend_line(rows[chosen.name]) for chosen in done}
+        base = next((lines[chosen.name] for chosen in done if is_base(chosen)), None)
+        complete: list[list[Row]] = []
+        for chosen in done:
+            own = rows[chosen.name]
+            fields = trend_fields(lines[chosen.name], base, self._plan.fits(chosen))
+            complete.append([row | fields for row in own])
+            varied = [f", {field} {own[0][field]}" for field in self._plan.varied]
+            self._series.append(
+                Series(
+                    name=chosen.name + "".join(varied),
+                    contexts=[row["context"] for row in own],
+                    cache_bytes=[row["cache_bytes"] for row in own],
+                    peak_bytes=[row["peak_bytes"] for row in own],
+                    decode_us=[row["decode_us"] for row in own],
+                    line=lines[chosen.name],
+                )
             )
-        )
-        self._about = "{model} on {device}, {threads} threads".format_map(rows[0])
+            self._about = "{model} on {device}, {threads} threads".format_map(own[0])
         for report in self._reports:  # last: stdout may have gone
-            report.trend(complete, trend_row(complete[-1], is_f16, base is not None))
+            for chosen, own in zip(done, complete):
+                report.trend(own, trend_row(own[-1], is_base(chosen), base is not None))
 
     def draw(self) -> None:
         """Draw what was measured, where it was asked for."""

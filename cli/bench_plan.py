@@ -21,6 +21,7 @@ from .report import OUTPUTS
 
 if TYPE_CHECKING:
     from ..bench.case import Case, Fill, Settings
+    from ..bench.measure import Job
     from ..shapes import Shape
 
 PROMPT, GENERATED, REPETITIONS, SCAN_STEPS = 512, 128, 5, 16
@@ -187,7 +188,7 @@ def make_plan(
     plan = Plan(
         model=name,
         shape=shape,
-        formats=_base_first(fitting),
+        formats=sorted(fitting, key=lambda one: not is_base(one)),
         cases=tests,
         scan=scan is not None,
         settings=Settings(repetitions, not no_warmup, way),
@@ -247,11 +248,6 @@ def _pair(text: str) -> tuple[int, int]:
     if len(parts) != 2 or any(len(part) != 1 for part in parts):
         raise UsageError(f"-pg: expected P,N, such as 512,128, got {text!r:.60}")
     return parts[0][0], parts[1][0]
-
-
-def _base_first(formats: Sequence[Format]) -> list[Format]:
-    """f16 before the formats that are compared with it."""
-    return sorted(formats, key=lambda chosen: not is_base(chosen))
 
 
 def is_base(chosen: Format) -> bool:
@@ -337,7 +333,24 @@ def needed(plan: Plan, chosen: Format, case: Case) -> int:
     )
 
 
-def fitting_cases(plan: Plan, chosen: Format) -> list[Case]:
+def make_jobs(plan: Plan) -> list[list[Job]]:
+    """What to run, in groups whose caches have room in memory together."""
+    from ..bench.measure import Job
+
+    groups: list[list[Job]] = []
+    room = 0
+    for chosen in plan.formats:
+        tests = _fitting_cases(plan, chosen) if plan.scan else plan.cases
+        size = max(needed(plan, chosen, case) for case in tests) - plan.shape.weight_bytes
+        room -= size
+        if room < 0 or not groups:
+            groups.append([])
+            room = (plan.memory or sys.maxsize) - plan.shape.weight_bytes - size
+        groups[-1].append(Job(chosen.spec, tuple(tests)))
+    return groups
+
+
+def _fitting_cases(plan: Plan, chosen: Format) -> list[Case]:
     """The cases of a scan that a format has memory for; a note names the first that it has not."""
     found = [case for case in plan.cases if _has_room(plan, chosen, case)]
     if len(found) < len(plan.cases):

@@ -3,13 +3,18 @@
 Tokens are random, so nothing is tokenised or sampled; loading is over before. What is timed is the
 decoder's own calls, and what is recorded is what was really there: the store says its format and
 its bytes, the device its peak.
+
+There are two passes. The first runs each case once, one format after the other, with no other cache
+in memory: that is the peak, and the warm-up. The second has the caches of all formats side by side
+and times their cases in turn, round by round. So whatever slows the machine for a while meets all
+of them alike, and shows in their deviations instead of in their differences.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -19,94 +24,40 @@ import numpy as np
 from ..kvstore.stats import StoreStats, estimate, read_bytes
 from .case import Case, Settings
 from .fill import Synthetic, Told, prefill, random_ids
+from .result import Measured
 
 if TYPE_CHECKING:
     from ..generate import Model
     from ..kvstore import KVSpec, KVStore
 
-WARM_STEPS = 8
-"""Decoded tokens of a warm-up."""
-
-SLOW_FIRST = 1.25
-"""A first repetition that takes so much longer than any other was not warmed up."""
-
-UNSTEADY = 0.1
-"""Deviations beyond this share of the mean are remarked upon."""
-
 
 @dataclass(frozen=True)
-class Measured:
-    """One case in one format.
+class Job:
+    """The cases of one format; their depths must not decrease."""
 
-    `seconds` of each repetition; `stats` is what the store held at the end; `peak_bytes` the most
-    memory held since the cache began to be filled, or since the process began where `peak_is_own`
-    is false. `expected_bytes` is what the format that was asked for must hold at the end,
-    `read_bytes` what a decoded token reads on average of weights and cache, None where a prompt is
-    part of the case.
-    """
+    spec: KVSpec
+    cases: tuple[Case, ...]
 
-    case: Case
-    asked: KVSpec
-    effective: KVSpec
-    seconds: tuple[float, ...]
-    warmed_up: bool
-    stats: StoreStats
-    expected_bytes: int
-    peak_bytes: int
-    peak_is_own: bool
-    read_bytes: float | None
-
-    @property
-    def tokens_per_s(self) -> list[float]:
-        return [self.case.tokens / seconds for seconds in self.seconds]
-
-    @property
-    def read_bandwidth(self) -> float | None:
-        """Bytes a second that decoding reads."""
-        if self.read_bytes is None:
-            return None
-        return self.read_bytes * self.case.n_gen / statistics.median(self.seconds)
-
-    @property
-    def remarks(self) -> list[str]:
-        """What a reader must know before trusting the numbers."""
-        found = []
-        if self.effective != self.asked:
-            found.append(f"asked for {self.asked}, ran {self.effective}")
-        if self.stats.bytes != self.expected_bytes:
-            found.append(
-                f"cache holds {self.stats.bytes:,} bytes, its format {self.expected_bytes:,}"
-            )
-        if not self.warmed_up:
-            found.append("no warm-up")
-        first, *others = self.seconds
-        if len(others) > 1 and first > SLOW_FIRST * max(others):
-            times = first / statistics.median(others)
-            found.append(f"first repetition took {times:.1f} times as long: not warmed up")
-        elif others and (share := deviation(self.seconds)) > UNSTEADY:
-            found.append(f"unsteady: deviation {share:.0%}")
-        return found
+    def at(self, depth: int) -> list[Case]:
+        """Its cases at a depth."""
+        return [case for case in self.cases if case.depth == depth]
 
 
-def deviation(samples: Sequence[float]) -> float:
-    """The standard deviation of samples beside their mean; 0 for a single one."""
-    return statistics.stdev(samples) / statistics.fmean(samples) if len(samples) > 1 else 0.0
-
-
-def planned_tokens(cases: Sequence[Case], settings: Settings) -> int:
-    """Tokens that `Bench.run` will tell of, for one format."""
-    total = before = 0
-    for depth, group in groupby(cases, key=lambda case: case.depth):
-        total += depth - before * (settings.fill == "synthetic")
-        before = depth
-        for case in group:
-            warm = _warming(case).tokens if settings.warmup else 0
-            total += warm + settings.repetitions * case.tokens
+def planned_tokens(jobs: Sequence[Job], settings: Settings) -> int:
+    """Tokens that `Bench.run` will tell of."""
+    total = 0
+    for job in jobs:
+        before = 0
+        for depth, group in groupby(job.cases, key=lambda case: case.depth):
+            fill = depth - before * (settings.fill == "synthetic")
+            total += 2 * fill  # once in each pass
+            total += (settings.repetitions + 1) * sum(case.tokens for case in group)
+            before = depth
     return total
 
 
-def _warming(case: Case) -> Case:
-    return Case(case.n_prompt, min(case.n_gen, WARM_STEPS), case.depth)
+Peak = tuple[int, bool]
+"""Bytes, and whether they are the case's own or the whole process's."""
 
 
 class Bench:
@@ -125,16 +76,55 @@ class Bench:
         self._told = told
         self._synthetic = Synthetic(model, settings.seed) if settings.fill == "synthetic" else None
 
-    def run(self, spec: KVSpec, cases: Sequence[Case]) -> Iterator[Measured]:
-        """Measure cases, whose depths must not decrease, one after the other."""
+    def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Measured]]:
+        """Measure jobs, whose caches must fit into memory together, depth by depth.
+
+        Without a warm-up a job is timed before its peak is measured, and alone.
+        """
+        if self._settings.warmup:
+            peaks = [self._peaks(job) for job in jobs]
+            yield from self._timed(jobs, peaks)
+            return
+        for job in jobs:
+            cold = list(self._timed([job], [{case: (0, False) for case in job.cases}]))
+            peaks_of = self._peaks(job)
+            for _, found in cold:
+                peak, own = peaks_of[found.case]
+                yield job, replace(found, peak_bytes=peak, peak_is_own=own)
+
+    def _peaks(self, job: Job) -> dict[Case, Peak]:
+        """The first pass: each case once, and the most memory held since its cache was begun."""
+        ops, found = self._model.ops, {}
         store: KVStore | None = None
-        for depth, group in groupby(cases, key=lambda case: case.depth):
-            own = self._model.ops.reset_peak()
-            store = self._filled(spec, depth, store)
-            peak = self._model.ops.peak_bytes()
+        for depth, group in groupby(job.cases, key=lambda case: case.depth):
+            store = store if self._synthetic else None  # no other cache in this one's peak
+            filled_alone = ops.reset_peak()
+            store = self._filled(job.spec, depth, store)
+            filled = ops.peak_bytes()
             for case in group:
-                own = self._model.ops.reset_peak() and own
-                yield self._measure(spec, case, store, peak, own)
+                own = ops.reset_peak() and filled_alone
+                self._once(store, case)
+                found[case] = max(filled, ops.peak_bytes()), own
+        return found
+
+    def _timed(
+        self, jobs: Sequence[Job], peaks: Sequence[dict[Case, Peak]]
+    ) -> Iterator[tuple[Job, Measured]]:
+        """The second pass: rounds of all cases at a depth."""
+        stores: dict[Job, KVStore] = {}
+        for depth in sorted({case.depth for job in jobs for case in job.cases}):
+            runs: list[_Timing] = []
+            for job, peaks_of in zip(jobs, peaks):
+                if job.at(depth):
+                    store = self._filled(job.spec, depth, stores.pop(job, None))
+                    stores[job] = store
+                    runs += [_Timing(job, case, store, peaks_of[case]) for case in job.at(depth)]
+            for _ in range(self._settings.repetitions):
+                for run in runs:
+                    seconds, run.stats = self._once(run.store, run.case)
+                    run.seconds.append(seconds)
+            for run in runs:
+                yield run.job, self._measured(run)
 
     def _filled(self, spec: KVSpec, depth: int, store: KVStore | None) -> KVStore:
         """A store of so many tokens; a synthetic one goes on where it was."""
@@ -150,24 +140,18 @@ class Bench:
     def _ids(self, count: int) -> np.ndarray:
         return random_ids(self._model, count, self._settings.seed)
 
-    def _measure(
-        self, spec: KVSpec, case: Case, store: KVStore, filled_peak: int, own: bool
-    ) -> Measured:
-        if self._settings.warmup:
-            self._once(store, _warming(case))
-        samples = []
-        for _ in range(self._settings.repetitions):
-            seconds, stats = self._once(store, case)
-            samples.append(seconds)
+    def _measured(self, run: _Timing) -> Measured:
+        spec, case, store = run.job.spec, run.case, run.store
+        peak, own = run.peak
         return Measured(
             case=case,
             asked=spec,
             effective=store.spec,
-            seconds=tuple(samples),
+            seconds=tuple(run.seconds),
             warmed_up=self._settings.warmup,
-            stats=stats,
+            stats=run.stats,
             expected_bytes=estimate(store.geometry, spec, case.context),
-            peak_bytes=max(filled_peak, self._model.ops.peak_bytes()),
+            peak_bytes=peak,
             peak_is_own=own,
             read_bytes=None if case.n_prompt else self._read_bytes(store, case),
         )
@@ -191,3 +175,15 @@ class Bench:
         lengths = range(case.depth + 1, case.context + 1)
         cache = read_bytes(store.geometry, store.spec, lengths, self._model.config.windows)
         return self._model.decoder.step_bytes + statistics.fmean(cache)
+
+
+class _Timing:
+    """A case in a format while it is timed."""
+
+    def __init__(self, job: Job, case: Case, store: KVStore, peak: Peak) -> None:
+        self.job = job
+        self.case = case
+        self.store = store
+        self.peak = peak
+        self.seconds: list[float] = []
+        self.stats: StoreStats = store.stats()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..kvstore import KVSpec, bits_per_element, bytes_per_token, estimate
 from .check import Agreement
 from .fit import Line, break_even, fit_line
-from .measure import Measured
+from .result import Measured
 
 if TYPE_CHECKING:
     from ..generate import Model

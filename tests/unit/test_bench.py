@@ -15,7 +15,8 @@ from kvrt.bench.case import Case, Settings, cases
 from kvrt.bench.check import agreements
 from kvrt.bench.environment import commit
 from kvrt.bench.fill import CHUNK, Synthetic
-from kvrt.bench.measure import Bench, Measured, planned_tokens
+from kvrt.bench.measure import Bench, Job, planned_tokens
+from kvrt.bench.result import Measured
 from kvrt.errors import CodecError
 from kvrt.generate import Model
 from kvrt.kvstore import KVSpec, KVStore, PageLayout, estimate
@@ -36,7 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 def found(model: Model, spec: KVSpec, *tests: Case, **settings: Any) -> list[Measured]:
     clock = settings.pop("clock", None)
-    return list(Bench(model, Settings(**settings), clock).run(spec, tests))
+    bench = Bench(model, Settings(**settings), clock)
+    return [measured for _, measured in bench.run([Job(spec, tests)])]
 
 
 # --- names and order ---
@@ -98,34 +100,61 @@ def test_time_is_that_of_the_decoder_alone(model: Model, monkeypatch: pytest.Mon
     assert prompt.read_bandwidth is None
 
 
+def calls(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Of each prefill from now on: the format, tokens cached before, and tokens."""
+    seen = []
+    prefill = type(model.decoder).prefill
+
+    def noted(self: Any, ids: Any, store: Any, **rest: Any) -> Any:
+        seen.append((str(store.spec), len(store), len(ids)))
+        return prefill(self, ids, store, **rest)
+
+    monkeypatch.setattr(type(model.decoder), "prefill", noted)
+    return seen
+
+
 def test_every_repetition_begins_where_the_first_did(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lengths = []
-    prefill = type(model.decoder).prefill
+    seen = calls(model, monkeypatch)
+    found(model, F16, Case(70, 9, 100), repetitions=2)
+    alone, timed = [("f16", 0, 100), ("f16", 100, 70)], [("f16", 0, 100)] + [("f16", 100, 70)] * 2
+    assert seen == alone + timed
+    seen.clear()
+    found(model, F16, Case(70, 9, 100), repetitions=1, warmup=False, batch=32)
+    once = [(0, 32), (32, 32), (64, 32), (96, 4), (100, 32), (132, 32), (164, 6)]
+    assert [call[1:] for call in seen] == once * 2
 
-    def seen(self: Any, ids: Any, store: Any, **rest: Any) -> Any:
-        lengths.append((len(store), len(ids)))
-        return prefill(self, ids, store, **rest)
 
-    monkeypatch.setattr(type(model.decoder), "prefill", seen)
-    found(model, KVRT2, Case(70, 9, 100), repetitions=2)
-    assert lengths == [(0, 100), (100, 70), (100, 70), (100, 70)]
-    lengths.clear()
-    found(model, KVRT2, Case(70, 9, 100), repetitions=1, warmup=False, batch=32)
-    assert lengths == [(0, 32), (32, 32), (64, 32), (96, 4), (100, 32), (132, 32), (164, 6)]
+def test_formats_take_turns(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = calls(model, monkeypatch)
+    q8 = KVSpec.parse("q8_0")
+    jobs = [Job(spec, (Case(5, 0), Case(6, 0), Case(7, 0, 80))) for spec in (F16, q8)]
+    jobs.append(Job(KVRT2, (Case(7, 0, 80),)))  # not at every depth
+    done = list(Bench(model, Settings(2)).run(jobs))
+    order = [(str(job.spec), measured.case.name) for job, measured in done]
+    assert order == [
+        ("f16", "pp5"), ("f16", "pp6"), ("q8_0", "pp5"), ("q8_0", "pp6"),
+        ("f16", "pp7 @ d80"), ("q8_0", "pp7 @ d80"), (str(KVRT2), "pp7 @ d80"),
+    ]  # fmt: skip
+    timed = [(name, count) for name, _, count in seen if count]
+    short = [("f16", 5), ("f16", 6), ("q8_0", 5), ("q8_0", 6)]
+    names = ["f16", "q8_0", str(KVRT2)]
+    filling, deep = [(name, 80) for name in names], [(name, 7) for name in names]
+    assert timed[-17:] == short * 2 + filling + deep * 2
 
 
 def test_planned_tokens_are_those_told_of(model: Model) -> None:
-    tests = cases([5], [9], [], [0, 70, 130])
+    tests = tuple(cases([5], [9], [], [0, 70, 130]))
+    jobs = [Job(F16, tests), Job(KVRT2, tests[2:])]
     for settings in (
         Settings(2),
         Settings(1, warmup=False),
         Settings(2, fill="synthetic"),
     ):
         told: list[int] = []
-        list(Bench(model, settings, told=told.append).run(F16, tests))
-        assert sum(told) == planned_tokens(tests, settings)
+        list(Bench(model, settings, told=told.append).run(jobs))
+        assert sum(told) == planned_tokens(jobs, settings)
 
 
 def test_what_a_token_reads(model: Model) -> None:
@@ -182,15 +211,18 @@ def test_synthetic_stores_are_sealed_by_the_real_encoder(model: Model) -> None:
 
 
 def test_the_peak_of_each_format_is_its_own(model: Model) -> None:
-    """A large cache that was there before is not in the peak of a small one."""
-    tests = [Case(0, 1, 8000)]
-    (large,) = found(model, KVSpec.parse("f32"), *tests, repetitions=1, fill="synthetic")
-    (small,) = found(model, KVRT2, *tests, repetitions=1, fill="synthetic")
-    if not large.peak_is_own:
-        pytest.skip("this system does not measure a peak anew")
-    saved = large.stats.bytes - small.stats.bytes
-    assert large.peak_bytes - small.peak_bytes > saved / 2
-    assert small.peak_bytes > model.weight_bytes
+    """Neither a larger cache of before nor the caches that are timed beside it are in it."""
+    tests, f32 = (Case(0, 1, 4000), Case(0, 1, 8000)), KVSpec.parse("f32")
+    jobs = [Job(f32, tests), Job(KVRT2, tests)]
+    for fill in ("synthetic", "prefill"):
+        settings = Settings(1, fill=fill)  # type: ignore[arg-type]
+        measured = [one for _, one in Bench(model, settings).run(jobs)][2:]
+        large, small = measured
+        if not large.peak_is_own:
+            pytest.skip("this system does not measure a peak anew")
+        saved = large.stats.bytes - small.stats.bytes
+        assert large.peak_bytes - small.peak_bytes > saved / 2
+        assert small.peak_bytes > model.weight_bytes
 
 
 # --- honesty ---
@@ -217,7 +249,7 @@ def test_a_first_repetition_that_was_not_warm_is_seen(
 
     def cold(self: Any, token_id: int, store: Any) -> Any:
         calls.append(token_id)
-        if len(calls) == 9:  # 8 steps of warm-up came before
+        if len(calls) == 21:  # 20 steps of warm-up came before
             clock.wait(60.0)
         return decode(self, token_id, store)
 
