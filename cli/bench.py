@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -109,27 +110,38 @@ class Run:
     agreements: dict[str, Agreement]
 
 
-def _runs(plan: Plan, progress: _Progress) -> Iterator[Run]:
-    """A run for each combination of threads and batch sizes."""
+def _for_each_run(plan: Plan, progress: _Progress, use: Callable[[Run], None]) -> None:
+    """Call `use` for each combination of threads and batch sizes; one model is held at a time."""
     from ..bench.environment import software
-    from ..bench.measure import Bench
-    from ..bench.rows import Setup
 
     facts = software()
     for threads in plan.threads:
-        model = _load(plan, threads)
-        agreements = _agreements(plan, model)
-        bandwidth = model.ops.read_bandwidth()
-        note(
-            f"kvrt: {model.ops.hardware}, {model.ops.device_name}: memory is read at "
-            f"{bandwidth / 1e9:.1f} GB/s"
-        )
-        for batch, micro_batch in product(plan.batches, plan.micro_batches):
-            if micro_batch is not None:
-                model.decoder.chunk_tokens = micro_batch
-            settings = replace(plan.settings, batch=batch)
-            setup = Setup(model, settings.fill, batch, bandwidth, facts)
-            yield Run(model, Bench(model, settings, told=progress.told), setup, agreements)
+        _with_threads(plan, progress, threads, facts, use)
+
+
+def _with_threads(
+    plan: Plan,
+    progress: _Progress,
+    threads: int | None,
+    facts: Mapping[str, Any],
+    use: Callable[[Run], None],
+) -> None:
+    from ..bench.measure import Bench
+    from ..bench.rows import Setup
+
+    model = _load(plan, threads)
+    bandwidth = model.ops.read_bandwidth()
+    note(
+        f"kvrt: {model.ops.hardware}, {model.ops.device_name}: memory is read at "
+        f"{bandwidth / 1e9:.1f} GB/s"
+    )
+    agreements = _agreements(plan, model, progress)
+    for batch, micro_batch in product(plan.batches, plan.micro_batches):
+        if micro_batch is not None:
+            model.decoder.chunk_tokens = micro_batch
+        settings = replace(plan.settings, batch=batch)
+        setup = Setup(model, settings.fill, batch, bandwidth, facts)
+        use(Run(model, Bench(model, settings, told=progress.told), setup, agreements))
 
 
 def _load(plan: Plan, threads: int | None) -> Model:
@@ -146,12 +158,13 @@ def _load(plan: Plan, threads: int | None) -> Model:
     return open_model(choice)
 
 
-def _agreements(plan: Plan, model: Model) -> dict[str, Agreement]:
+def _agreements(plan: Plan, model: Model, progress: _Progress) -> dict[str, Agreement]:
     from ..bench.check import agreements
 
     if not plan.check:
         return {}
-    found = agreements(model, [chosen.spec for chosen in plan.formats])
+    specs = [chosen.spec for chosen in plan.formats]
+    found = agreements(model, specs, partial(progress.told, stage="check"))
     return dict(zip(plan.names, found))
 
 
@@ -159,18 +172,21 @@ class _Progress:
     """The bar on stderr, which goes away while rows are printed."""
 
     def __init__(self, plan: Plan, groups: Sequence[Sequence[Job]]) -> None:
-        from ..bench.measure import planned_tokens
+        from ..bench import check, measure
         from .progress import console_progress, tokens
 
         self._bar = console_progress(tokens)
-        runs = len(plan.threads) * len(plan.batches) * len(plan.micro_batches)
-        self._total = runs * sum(planned_tokens(jobs, plan.settings) for jobs in groups)
+        runs = len(plan.batches) * len(plan.micro_batches)
+        total = runs * sum(measure.planned_tokens(jobs, plan.settings) for jobs in groups)
+        if plan.check:
+            total += check.planned_tokens(len(plan.formats))
+        self._total = total * len(plan.threads)
         self._done = 0
 
-    def told(self, count: int) -> None:
+    def told(self, count: int, stage: str = "measure") -> None:
         """So many tokens more are done."""
         self._done += count
-        self._bar("measure", self._done, self._total)
+        self._bar(stage, self._done, self._total)
 
     def wrap(self, write: Write) -> Write:
         """A way to write that takes the bar away before."""
@@ -199,11 +215,14 @@ def _tests(plan: Plan, outputs: Outputs) -> None:
             stack.enter_context(make_report(kind, columns, progress.wrap(write)))
             for kind, write in outputs
         ]
-        for run in _runs(plan, progress):
+
+        def measure(run: Run) -> None:
             for name, found in _measured(plan, run, groups):
                 row = case_row(name, found, run.setup, run.agreements.get(name))
                 for report in reports:
                     report.row(row)
+
+        _for_each_run(plan, progress, measure)
 
 
 def _measured(
@@ -221,22 +240,20 @@ def _scan(plan: Plan, outputs: Outputs) -> None:
     columns = scan_columns(plan.names, plan.varied, plan.check)
     trends = trend_columns(plan.names, plan.varied)
     with _Progress(plan, groups) as progress, ExitStack() as stack:
-        reports = [
-            stack.enter_context(ScanReport(kind, columns, trends, progress.wrap(write)))
-            for kind, write in outputs
-        ]
-        scan = _Scan(plan, reports)
-        stack.callback(scan.draw)  # what an interrupt has left, too
-        for run in _runs(plan, progress):
-            scan.measure(run, groups)
+        scan = _Scan(plan)
+        stack.callback(scan.draw)  # after the tables; what an interrupt has left, too
+        for kind, write in outputs:
+            report = ScanReport(kind, columns, trends, progress.wrap(write))
+            scan.reports.append(stack.enter_context(report))
+        _for_each_run(plan, progress, lambda run: scan.measure(run, groups))
 
 
 class _Scan:
     """The contexts of all formats, as they are measured, reported and drawn."""
 
-    def __init__(self, plan: Plan, reports: Sequence[ScanReport]) -> None:
+    def __init__(self, plan: Plan) -> None:
+        self.reports: list[ScanReport] = []
         self._plan = plan
-        self._reports = reports
         self._series: list[Series] = []
         self._about = ""
 
@@ -249,7 +266,7 @@ class _Scan:
             for name, found in _measured(self._plan, run, groups):
                 row = scan_row(name, found, run.setup, run.agreements.get(name))
                 rows.setdefault(name, []).append(row)
-                for report in self._reports:
+                for report in self.reports:
                     report.point(row)
         finally:
             self._finish(rows)
@@ -279,7 +296,7 @@ class _Scan:
                 )
             )
             self._about = "{model} on {device}, {threads} threads".format_map(own[0])
-        for report in self._reports:  # last: stdout may have gone
+        for report in self.reports:  # last: stdout may have gone
             for chosen, own in zip(done, complete):
                 report.trend(own, trend_row(own[-1], is_base(chosen), base is not None))
 
@@ -307,4 +324,4 @@ def _how(settings: Settings) -> str:
         "prefill": "caches filled by a real prefill",
         "synthetic": "caches filled with random keys and values",
     }[settings.fill]
-    return f"{filled}, medians of {settings.repetitions} repetitions"
+    return f"{filled}, means of {settings.repetitions} repetitions"

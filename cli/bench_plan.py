@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..bench.axes import bytes_word
-from ..errors import UnsupportedError, UsageError
+from ..errors import ModelNotFoundError, UnsupportedError, UsageError
 from .console import note, user_path
 from .kv_options import DEFAULT_FORMATS, Format, fitting_formats, resolve_formats
 from .options import default_model
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 PROMPT, GENERATED, REPETITIONS, SCAN_STEPS = 512, 128, 5, 16
 TERMINAL = "-"
+DEFAULT_SHAPE = "synthetic:smollm2-135m"
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def bench_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--batch", "sequences", type=click.IntRange(1, 1 << 20), metavar="B",
                      help="With --dry-run: so many sequences at once."),
         click.option("--limit", metavar="BYTES", help="Memory for weights and cache, such as 48GB "
-                     "or 48GiB.  [default: what the device has free]"),
+                     "or 48GiB.  [default: what the device has free; with --dry-run none]"),
         click.option("--plot", metavar="FILE", help="With --scan: draw it into a .png or .svg file "
                      "(extra `plot`), or with - on the terminal."),
         click.option("-oe", "--output-err", "output_err", type=click.Choice(OUTPUTS),
@@ -179,8 +180,10 @@ def make_plan(
         _counts(texts, option, [None], low=1)
         for texts, option in ((batches, "-b"), (micro_batches, "-ub"), (threads, "-t"))
     ]
+    if calibration is not None and not any(one.spec.calibrated for one in formats):
+        note("kvrt: --calibration is not used: none of these formats needs one")
     drawing = None if dry_run else _plot(plot)
-    name = model or default_model()
+    name = _default(dry_run) if model is None else model
     shape = find_shape(name)
     chosen = bool(kv or kv_k or kv_v)
     fitting = fitting_formats(formats, shape.geometry, shape.context_limit, chosen)
@@ -197,13 +200,34 @@ def make_plan(
         threads=counts[2],
         device=device,
         calibration=calibration,
-        memory=room or (0 if dry_run else available_memory(device)),
+        memory=_memory(room, 0 if dry_run else available_memory(device)),
         check=check,
         sequences=sequences or 1,
         plot=drawing,
         draw=plot == TERMINAL or sys.stderr.isatty(),
     )
-    return plan if dry_run else _runnable(plan)
+    if not dry_run:
+        return _runnable(plan)
+    if (longest := max(case.context for case in tests)) > shape.context_limit:
+        note(f"kvrt: {longest:,} tokens are beyond the model's limit of {shape.context_limit:,}")
+    return plan
+
+
+def _default(dry_run: bool) -> str:
+    """The default model; a dry run does not pull it, but takes its shape."""
+    from ..hub import DEFAULT_MODEL, resolve
+
+    if dry_run:
+        try:
+            resolve(DEFAULT_MODEL)
+        except ModelNotFoundError:
+            return DEFAULT_SHAPE
+    return default_model()
+
+
+def _memory(*limits: int | None) -> int:
+    """The least of what is known; 0 where nothing is."""
+    return min((limit for limit in limits if limit), default=0)
 
 
 def _tests(
@@ -227,16 +251,12 @@ def _tests(
 
 def _scan(scan: str, generated: tuple[str, ...]) -> list[Case]:
     """Decoding the last tokens of each context."""
-    from ..bench.case import Case
+    from ..bench.case import scan_case
 
     steps = _counts(generated, "-n", [SCAN_STEPS], low=1)
     if len(steps) > 1:
         raise UsageError(f"-n: a scan takes one number of tokens, got {','.join(generated)}")
-    found = []
-    for context in parse_scan(scan):
-        count = min(steps[0], context)
-        found.append(Case(0, count, context - count))
-    return found
+    return [scan_case(context, steps[0]) for context in parse_scan(scan)]
 
 
 def _counts(texts: Sequence[str], option: str, default: list[Any], low: int = 0) -> list[Any]:
@@ -247,6 +267,8 @@ def _pair(text: str) -> tuple[int, int]:
     parts = [parse_counts(part, "-pg") for part in text.split(",")]
     if len(parts) != 2 or any(len(part) != 1 for part in parts):
         raise UsageError(f"-pg: expected P,N, such as 512,128, got {text!r:.60}")
+    if not parts[0][0] + parts[1][0]:
+        raise UsageError("-pg: 0 tokens of a prompt and 0 generated are nothing to measure")
     return parts[0][0], parts[1][0]
 
 
@@ -313,24 +335,30 @@ def _with_room(plan: Plan) -> list[Format]:
 def _no_space(plan: Plan, chosen: Format, case: Case) -> UsageError:
     return UsageError(
         f"no space for {case.context:,} tokens in {chosen.name}: with the weights they need "
-        f"{bytes_word(needed(plan, chosen, case))}, there are {bytes_word(plan.memory)}"
+        f"{bytes_word(_needed(plan, chosen, case))}, there are {bytes_word(plan.memory)}"
     )
 
 
 def _has_room(plan: Plan, chosen: Format, case: Case) -> bool:
-    return not plan.memory or needed(plan, chosen, case) <= plan.memory
+    return not plan.memory or _needed(plan, chosen, case) <= plan.memory
 
 
-def needed(plan: Plan, chosen: Format, case: Case) -> int:
+def _needed(plan: Plan, chosen: Format, case: Case) -> int:
     """Bytes for weights, cache and what fills it."""
     from ..bench.budget import needed_bytes
 
     config = plan.shape.config
     assert config is not None  # a plan that can be run has one
-    fill = plan.settings.fill
-    return plan.shape.weight_bytes + needed_bytes(
-        config, plan.shape.geometry, chosen.spec, case, fill
-    )
+    beside = needed_bytes(
+        config, plan.shape.geometry, chosen.spec, case, plan.settings.fill,
+        _largest(plan.batches), _largest(plan.micro_batches),
+    )  # fmt: skip
+    return plan.shape.weight_bytes + beside
+
+
+def _largest(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return max(known) if len(known) == len(counts) else None
 
 
 def make_jobs(plan: Plan) -> list[list[Job]]:
@@ -341,12 +369,17 @@ def make_jobs(plan: Plan) -> list[list[Job]]:
     room = 0
     for chosen in plan.formats:
         tests = _fitting_cases(plan, chosen) if plan.scan else plan.cases
-        size = max(needed(plan, chosen, case) for case in tests) - plan.shape.weight_bytes
+        size = max(_needed(plan, chosen, case) for case in tests) - plan.shape.weight_bytes
         room -= size
         if room < 0 or not groups:
             groups.append([])
             room = (plan.memory or sys.maxsize) - plan.shape.weight_bytes - size
         groups[-1].append(Job(chosen.spec, tuple(tests)))
+    if len(groups) > 1:
+        note(
+            f"kvrt: no space for all caches at once: timed in {len(groups)} groups, one after the "
+            "other"
+        )
     return groups
 
 
@@ -355,7 +388,7 @@ def _fitting_cases(plan: Plan, chosen: Format) -> list[Case]:
     found = [case for case in plan.cases if _has_room(plan, chosen, case)]
     if len(found) < len(plan.cases):
         first = next(case for case in plan.cases if case not in found)
-        size = needed(plan, chosen, first)
+        size = _needed(plan, chosen, first)
         note(
             f"kvrt: {chosen.name}: contexts from {first.context:,} on are left out, they need "
             f"{bytes_word(size)} of {bytes_word(plan.memory)}"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..bench.axes import bytes_word
-from .report import Column, Report, Write, make_report
-
-Row = Mapping[str, Any]
+from .report import Column, Row, Write, make_report
 
 FOR_PEOPLE = ("table", "md")
 
@@ -96,11 +94,15 @@ def trend_columns(names: Sequence[str], varied: Sequence[str]) -> list[Column]:
     return [
         _format_column(names),
         *(Column(field, field) for field in varied),
-        Column("slope_us_per_1k", "us per 1k tokens", _number(1)),
+        Column(("slope_us_per_1k", "slope_error_us_per_1k"), "us per 1k tokens", _slope),
         Column("intercept_us", "us at 0", _number(0)),
         Column("break_even", "faster than f16"),
         Column("fits_tokens", "tokens that fit", _tokens),
     ]
+
+
+def _slope(slope: float, error: float | None) -> str:
+    return f"{slope:,.0f}" if error is None else f"{slope:,.0f} ± {error:,.0f}"
 
 
 def trend_row(row: Row, base: bool, compared: bool) -> Row:
@@ -112,6 +114,10 @@ def trend_row(row: Row, base: bool, compared: bool) -> Row:
         told = "never"
     else:
         told = "from the first token" if first == 0 else f"from {first:,}"
+        if first > row["context"]:
+            told += ", extrapolated"
+    if told and not row["slopes_differ"]:
+        told += ", within noise"
     return {**row, "break_even": told}
 
 
@@ -140,8 +146,8 @@ def _percent(value: float) -> str:
 class ScanReport:
     """A scan in one form of output.
 
-    Tables for people grow context by context, and end with one of the trends. Scripts get the rows
-    of a format when it is done: all of them carry its trend.
+    Tables for people grow context by context, and end with one of the trends. Scripts get all rows
+    when the scan is done: each carries the trend of its format.
     """
 
     def __init__(
@@ -164,18 +170,13 @@ class ScanReport:
                 for row in self._found:
                     report.row(row)
 
-    @property
-    def report(self) -> Report:
-        """Where headings go."""
-        return self._points
-
     def point(self, row: Row) -> None:
         """A context is done."""
         if self._for_people:
             self._points.row(row)
 
     def trend(self, rows: Sequence[Row], summary: Row) -> None:
-        """A format is done: its rows, and one for the table of trends."""
+        """All contexts are done: the rows of a format, and one for the table of trends."""
         if self._for_people:
             self._found.append(summary)
         else:

@@ -83,7 +83,7 @@ def eval_options(function: Function) -> Function:
 
         formats = resolve_formats(kv, kv_k, kv_v, DEFAULT_FORMATS)
         named = [(path, _read(path)) for path in texts]
-        name = model or default_model()
+        name = default_model() if model is None else model
         config = _config(name)
         chosen, longest = bool(kv or kv_k or kv_v), config.max_context
         fitting = fitting_formats(formats, cache_geometry(config), longest, chosen)

@@ -31,7 +31,7 @@ _FEW_ROWS = 8
 
 
 _PROBE_BYTES = 1 << 28
-"""Memory read to measure bandwidth: far beyond any cache."""
+"""Memory read to measure bandwidth: beyond the caches of all but the largest servers."""
 
 _PROBE_PASSES = 10
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..kvstore import Geometry, KVSpec, estimate
+from ..models.decoder import CHUNK_TOKENS
 from .case import Case, Fill
 from .fill import CHUNK
 
@@ -13,21 +14,24 @@ if TYPE_CHECKING:
 
 
 def needed_bytes(
-    config: ModelConfig, geometry: Geometry, spec: KVSpec, case: Case, fill: Fill
+    config: ModelConfig,
+    geometry: Geometry,
+    spec: KVSpec,
+    case: Case,
+    fill: Fill,
+    batch: int | None = None,
+    micro_batch: int | None = None,
 ) -> int:
-    """Bytes that a case takes beside the weights: its cache, and what computes the most tokens."""
-    jobs = [_scratch(config, 1, 0)]
-    if case.n_prompt:
-        jobs.append(_scratch(config, case.n_prompt, case.depth))
-    if fill == "prefill":
-        jobs.append(_scratch(config, case.depth, 0))
-    else:
-        jobs.append(_scratch(config, 0, min(CHUNK, case.depth)))
-    return estimate(geometry, spec, case.context) + max(jobs)
+    """Bytes that a case takes beside the weights: its cache, and what computes the most tokens.
 
-
-def _scratch(config: ModelConfig, tokens: int, history: int) -> int:
-    """Bytes of a prefill: activations of its tokens, one layer's exact K and V with the history."""
-    activations = config.hidden_size + config.num_heads * config.head_dim
-    exact = 2 * config.num_kv_heads * config.head_dim
-    return 4 * (tokens * activations + (tokens + history) * exact)
+    `batch` and `micro_batch` are those of `Settings` and of the decoder, None their defaults.
+    """
+    cached = case.depth + case.n_prompt if case.n_prompt or fill == "prefill" else 0
+    computed = max(case.n_prompt, case.depth if fill == "prefill" else 0, 1)
+    at_once = min(computed, batch or computed)
+    activations = at_once * (config.hidden_size + config.num_heads * config.head_dim)
+    chunk = min(at_once, micro_batch or CHUNK_TOKENS)
+    activations += chunk * (config.hidden_size + 2 * config.intermediate_size)
+    made = 0 if fill == "prefill" else min(CHUNK, case.depth)  # K and V of synthetic tokens
+    exact = 2 * config.num_kv_heads * config.head_dim * (cached + made)
+    return estimate(geometry, spec, case.context) + 4 * (activations + exact)

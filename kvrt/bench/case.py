@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from ..backends.ops import PAGE_TOKENS
 
 Fill = Literal["prefill", "synthetic"]
 """What is cached before a test begins: a real prefill of random token ids, or random keys and
@@ -12,11 +14,15 @@ values sealed by the real encoder."""
 
 @dataclass(frozen=True)
 class Case:
-    """`n_prompt` tokens at once, then `n_gen` one by one, behind `depth` cached ones."""
+    """`n_prompt` tokens at once, then `n_gen` one by one, behind `depth` cached ones.
+
+    Repetitions take turns in `places` places, each by its own length earlier than the one before.
+    """
 
     n_prompt: int
     n_gen: int
     depth: int = 0
+    places: int = 1
 
     @property
     def name(self) -> str:
@@ -37,6 +43,10 @@ class Case:
     def context(self) -> int:
         """Tokens cached at the end."""
         return self.depth + self.tokens
+
+    def repeated(self, left: int) -> Case:
+        """What runs where so many repetitions are left: the last one is the case itself."""
+        return replace(self, depth=self.depth - left % self.places * self.tokens)
 
 
 @dataclass(frozen=True)
@@ -60,3 +70,13 @@ def cases(
         found += [Case(0, count, depth) for count in generated if count]
         found += [Case(*pair, depth) for pair in pairs if any(pair)]
     return found
+
+
+def scan_case(context: int, steps: int) -> Case:
+    """Decoding the last tokens of a context.
+
+    One token in 64 seals a page. Repetitions of fewer tokens at one place would meet that always or
+    never, and formats with other sinks elsewhere; so they go through the places of a whole page.
+    """
+    count = min(steps, context)
+    return Case(0, count, context - count, max(min(PAGE_TOKENS, context) // count, 1))

@@ -17,6 +17,7 @@ from ..errors import CodecError
 from ..evaluate import Predictions
 from ..kvstore import KVSpec
 from ..sampler import Sampler, SamplingParams
+from .fill import Told
 
 if TYPE_CHECKING:
     from ..generate import Model
@@ -36,16 +37,28 @@ class Agreement:
     tokens: int
 
 
-def agreements(model: Model, specs: Sequence[KVSpec]) -> list[Agreement]:
-    """The agreement of each format. Raises CodecError for logits that are not finite."""
+def planned_tokens(formats: int) -> int:
+    """Tokens that `agreements` will tell of, at most."""
+    return (CONTEXT + STEPS) * (formats + 2)
+
+
+def agreements(
+    model: Model, specs: Sequence[KVSpec], told: Told = lambda count: None
+) -> list[Agreement]:
+    """The agreement of each format. `told` hears of every token computed.
+
+    Raises CodecError for logits that are not finite.
+    """
     steps = min(STEPS, model.max_context // 2)
     context = min(CONTEXT, model.max_context - steps)
     plain = KVSpec.parse("f16")
-    ids = _own_text(model, plain, context + steps)
+    ids = _own_text(model, plain, context + steps, told)
     base = Predictions(_decoded(model, plain, ids, context))
+    told(len(ids))
     found = []
     for spec in specs:
         predictions = Predictions(_decoded(model, spec, ids, context))
+        told(len(ids))
         kld = float(predictions.divergence(base).mean())
         if not np.isfinite(kld):
             raise CodecError(f"cache format {spec} gives logits that are not finite")
@@ -54,13 +67,14 @@ def agreements(model: Model, specs: Sequence[KVSpec]) -> list[Agreement]:
     return found
 
 
-def _own_text(model: Model, spec: KVSpec, tokens: int) -> list[int]:
+def _own_text(model: Model, spec: KVSpec, tokens: int, told: Told) -> list[int]:
     """Token ids that the model draws itself."""
     store, sampler = model.new_store(spec), Sampler(_PLAIN)
     start = model.tokenizer.bos_id
     ids = [0 if start is None else start]
     while len(ids) < tokens:
         ids.append(sampler.sample(model.decoder.decode(ids[-1], store), ids))
+        told(1)
     return ids
 
 

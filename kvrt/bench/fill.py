@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,23 +34,33 @@ class Synthetic:
     """Stores of random keys and values, normally distributed; the real encoder seals them."""
 
     def __init__(self, model: Model, seed: int) -> None:
-        config = model.config
-        self._layers = range(config.num_layers)
         self._model = model
-        shape = (CHUNK, config.num_kv_heads, config.head_dim)
-        rng = np.random.default_rng(seed)
-        self._sides = [  # K and V, each (CHUNK, kv_heads, head_dim) f32
-            model.ops.to_device(rng.standard_normal(shape, dtype=np.float32)) for _ in range(2)
-        ]
+        self._seed = seed
+        self._made = 0
+        self._sides: list[Any] = []  # K and V, each (made, kv_heads, head_dim) f32
 
     def grow(self, store: KVStore, tokens: int, told: Told) -> None:
         """Add tokens until the store holds so many."""
         for count in _pieces(tokens - len(store)):
+            self._make(count)
             k, v = (side[:count] for side in self._sides)
             with store.extending(count):
-                for layer in self._layers:
+                for layer in range(self._model.config.num_layers):
                     store.extend(layer, k, v)
             told(count)
+
+    def _make(self, count: int) -> None:
+        """Have so many tokens; the first are the same however many there are."""
+        if count > self._made:
+            config, ops = self._model.config, self._model.ops
+            shape = (count, config.num_kv_heads, config.head_dim)
+            self._sides = [
+                ops.to_device(
+                    np.random.default_rng([self._seed, side]).standard_normal(shape, np.float32)
+                )
+                for side in range(2)
+            ]
+            self._made = count
 
     def filled(self, spec: KVSpec, tokens: int) -> KVStore:
         """A new store of so many tokens."""

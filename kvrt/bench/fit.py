@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Line:
-    """y = intercept + slope * x."""
+    """y = intercept + slope * x. `error` is the slope's standard error, None of two points."""
 
     slope: float
     intercept: float
+    error: float | None = None
 
     def at(self, x: float) -> float:
         """y at x."""
@@ -30,7 +31,16 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> Line | None:
     # About the means: the squares of contexts of a million would swamp the differences.
     spread = math.fsum((a - x_mean) ** 2 for a in x)
     slope = math.fsum((a - x_mean) * (b - y_mean) for a, b in zip(x, y)) / spread
-    return Line(slope, y_mean - slope * x_mean)
+    rest = math.fsum((b - y_mean - slope * (a - x_mean)) ** 2 for a, b in zip(x, y))
+    error = math.sqrt(rest / (len(x) - 2) / spread) if len(x) > 2 else None
+    return Line(slope, y_mean - slope * x_mean, error)
+
+
+def slopes_differ(line: Line | None, base: Line | None) -> bool:
+    """Whether two slopes are further apart than twice the standard error of their difference."""
+    if line is None or base is None or line.error is None or base.error is None:
+        return False
+    return abs(line.slope - base.slope) > 2 * math.hypot(line.error, base.error)
 
 
 def break_even(line: Line | None, base: Line | None) -> int | None:

@@ -49,8 +49,7 @@ def planned_tokens(jobs: Sequence[Job], settings: Settings) -> int:
     for job in jobs:
         before = 0
         for depth, group in groupby(job.cases, key=lambda case: case.depth):
-            fill = depth - before * (settings.fill == "synthetic")
-            total += 2 * fill  # once in each pass
+            total += depth + depth - before * (settings.fill == "synthetic")  # in each pass
             total += (settings.repetitions + 1) * sum(case.tokens for case in group)
             before = depth
     return total
@@ -95,9 +94,8 @@ class Bench:
     def _peaks(self, job: Job) -> dict[Case, Peak]:
         """The first pass: each case once, and the most memory held since its cache was begun."""
         ops, found = self._model.ops, {}
-        store: KVStore | None = None
         for depth, group in groupby(job.cases, key=lambda case: case.depth):
-            store = store if self._synthetic else None  # no other cache in this one's peak
+            store = None  # no other cache in this one's peak
             filled_alone = ops.reset_peak()
             store = self._filled(job.spec, depth, store)
             filled = ops.peak_bytes()
@@ -113,18 +111,33 @@ class Bench:
         """The second pass: rounds of all cases at a depth."""
         stores: dict[Job, KVStore] = {}
         for depth in sorted({case.depth for job in jobs for case in job.cases}):
-            runs: list[_Timing] = []
-            for job, peaks_of in zip(jobs, peaks):
-                if job.at(depth):
-                    store = self._filled(job.spec, depth, stores.pop(job, None))
-                    stores[job] = store
-                    runs += [_Timing(job, case, store, peaks_of[case]) for case in job.at(depth)]
-            for _ in range(self._settings.repetitions):
-                for run in runs:
-                    seconds, run.stats = self._once(run.store, run.case)
-                    run.seconds.append(seconds)
+            yield from self._rounds(jobs, peaks, depth, stores)
+
+    def _rounds(
+        self,
+        jobs: Sequence[Job],
+        peaks: Sequence[dict[Case, Peak]],
+        depth: int,
+        stores: dict[Job, KVStore],
+    ) -> list[tuple[Job, Measured]]:
+        """Time all cases at a depth; `stores` are those of the depth before, to go on with."""
+        if self._synthetic is None:
+            stores.clear()
+        runs: list[_Timing] = []
+        for job, peaks_of in zip(jobs, peaks):
+            if job.at(depth):
+                store = self._filled(job.spec, depth, stores.get(job))
+                stores[job] = store
+                runs += [_Timing(job, case, store, peaks_of[case]) for case in job.at(depth)]
+        for number in range(self._settings.repetitions):
             for run in runs:
-                yield run.job, self._measured(run)
+                case = run.case.repeated(self._settings.repetitions - 1 - number)
+                seconds, run.stats = self._once(run.store, case)
+                run.seconds.append(seconds)
+                run.lengths += range(case.depth + 1, case.context + 1)
+        for run in runs:
+            run.store.truncate(depth)
+        return [(run.job, self._measured(run)) for run in runs]
 
     def _filled(self, spec: KVSpec, depth: int, store: KVStore | None) -> KVStore:
         """A store of so many tokens; a synthetic one goes on where it was."""
@@ -153,27 +166,27 @@ class Bench:
             expected_bytes=estimate(store.geometry, spec, case.context),
             peak_bytes=peak,
             peak_is_own=own,
-            read_bytes=None if case.n_prompt else self._read_bytes(store, case),
+            read_bytes=None if case.n_prompt else self._read_bytes(run),
         )
 
     def _once(self, store: KVStore, case: Case) -> tuple[float, StoreStats]:
-        """Seconds of one repetition, and what the store held at its end. Leaves it as it was."""
+        """Seconds of one repetition behind the case's depth, and what the store held at its end."""
         prompt, tokens = self._ids(case.n_prompt), self._ids(case.n_gen).tolist()
         decode, batch = self._model.decoder.decode, self._settings.batch
+        store.truncate(case.depth)
         started = self._clock()
         prefill(self._model, store, prompt, batch)
         for token_id in tokens:
             decode(token_id, store)
         seconds = self._clock() - started
         stats = store.stats()
-        store.truncate(case.depth)
         self._told(case.tokens)
         return seconds, stats
 
-    def _read_bytes(self, store: KVStore, case: Case) -> float:
+    def _read_bytes(self, run: _Timing) -> float:
         """Mean bytes that a decode step reads: weights, and the cache of what really is there."""
-        lengths = range(case.depth + 1, case.context + 1)
-        cache = read_bytes(store.geometry, store.spec, lengths, self._model.config.windows)
+        geometry, windows = run.store.geometry, self._model.config.windows
+        cache = read_bytes(geometry, run.store.spec, run.lengths, windows)
         return self._model.decoder.step_bytes + statistics.fmean(cache)
 
 
@@ -186,4 +199,5 @@ class _Timing:
         self.store = store
         self.peak = peak
         self.seconds: list[float] = []
+        self.lengths: list[int] = []  # of the cache, for each token that was decoded
         self.stats: StoreStats = store.stats()

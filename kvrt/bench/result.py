@@ -51,7 +51,7 @@ class Measured:
         """Bytes a second that decoding reads."""
         if self.read_bytes is None:
             return None
-        return self.read_bytes * self.case.n_gen / statistics.median(self.seconds)
+        return self.read_bytes * self.case.n_gen / statistics.fmean(self.seconds)
 
     @property
     def remarks(self) -> list[str]:
@@ -63,13 +63,17 @@ class Measured:
             found.append(
                 f"cache holds {self.stats.bytes:,} bytes, its format {self.expected_bytes:,}"
             )
+        if not self.stats.sealed_tokens and self.stats.bits_per_element < 16:
+            found.append("nothing packed in so few tokens")
         if not self.warmed_up:
             found.append("no warm-up")
         first, *others = self.seconds
         if len(others) > 1 and first > SLOW_FIRST * max(others):
             times = first / statistics.median(others)
-            found.append(f"first repetition took {times:.1f} times as long: not warmed up")
-        elif others and (share := deviation(self.seconds)) > UNSTEADY:
+            found.append(
+                f"first repetition took {times:.1f} times as long: not warmed up, or disturbed"
+            )
+        if others and (share := deviation(self.seconds)) > UNSTEADY:
             found.append(f"unsteady: deviation {share:.0%}")
         return found
 

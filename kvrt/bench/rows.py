@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..kvstore import KVSpec, bits_per_element, bytes_per_token, estimate
 from .check import Agreement
-from .fit import Line, break_even, fit_line
+from .fit import Line, break_even, fit_line, slopes_differ
 from .result import Measured
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def scan_row(name: str, found: Measured, setup: Setup, agreement: Agreement | No
     return {
         "context": found.case.context,
         "kv": name,
-        "decode_us": statistics.median(steps),
+        "decode_us": statistics.fmean(steps),
         "std_us": statistics.stdev(steps) if len(steps) > 1 else 0.0,
         "samples_us": steps,
         **_effective(found, setup, agreement),
@@ -109,10 +109,13 @@ def trend_fields(line: Line | None, base: Line | None, fits: int | None) -> Row:
 
     `fits`: tokens whose cache fits into memory beside the weights, None where that is unknown.
     """
+    error = None if line is None else line.error
     return {
         "slope_us_per_1k": None if line is None else line.slope * 1000,
+        "slope_error_us_per_1k": None if error is None else error * 1000,
         "intercept_us": None if line is None else line.intercept,
-        "break_even_tokens": break_even(line, base),
+        "break_even_tokens": None if line is base else break_even(line, base),
+        "slopes_differ": None if line is base or base is None else slopes_differ(line, base),
         "fits_tokens": fits,
     }
 

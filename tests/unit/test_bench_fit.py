@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrt.bench.fit import Line, break_even, fit_line, longest_context
+from kvrt.bench.fit import Line, break_even, fit_line, longest_context, slopes_differ
 
 
 def test_fit_is_the_least_squares_line() -> None:
@@ -101,3 +101,22 @@ def test_longest_context_asks_little_and_never_far_above() -> None:
 
     assert longest_context(bytes_at, 48 * 10**9) == 48 * 10**9 // 23_040
     assert len(asked) < 50 and max(asked) <= 2 * (48 * 10**9 // 23_040) + 2
+
+
+def test_the_error_of_a_slope_is_that_of_the_textbook() -> None:
+    """Beside a covariance matrix of NumPy, which divides by n - 2 as well."""
+    x, y = [1.0, 2.0, 4.0, 8.0, 16.0], [3.1, 2.9, 5.2, 8.8, 17.5]
+    _, covariance = np.polyfit(x, y, 1, cov=True)
+    line = fit_line(x, y)
+    assert line is not None and line.error == pytest.approx(math.sqrt(covariance[0, 0]))
+    two = fit_line(x[:2], y[:2])
+    assert two is not None and two.error is None
+
+
+def test_slopes_differ_beyond_twice_their_error() -> None:
+    base = Line(1.0, 0.0, 0.3)
+    assert slopes_differ(Line(0.0, 0.0, 0.399), base)  # 2 * 0.499
+    assert not slopes_differ(Line(0.0, 0.0, 0.401), base)
+    assert slopes_differ(Line(2.0, 0.0, 0.399), base)
+    for unknown in (None, Line(9.0, 0.0)):
+        assert not slopes_differ(unknown, base) and not slopes_differ(base, unknown)

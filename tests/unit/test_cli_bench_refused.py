@@ -182,9 +182,9 @@ def test_an_exact_part_beyond_the_context_is_refused_wherever_it_stands(
 
 @pytest.mark.usefixtures("clock", "tiny_shape")
 def test_a_model_of_random_weights_is_measured_beyond_its_context(capsys: Any) -> None:
-    args = ["-m", "synthetic:tiny", "--scan", "128,300", "-t", "1", "-r", "1", "--kv", "kvrt2"]
+    args = ["-m", "synthetic:tiny", "--scan", "200,300", "-t", "1", "-r", "1", "--kv", "kivi2"]
     rows = rows_of(capsys, args)
-    assert [row["context"] for row in rows] == [128, 300]
+    assert [row["context"] for row in rows] == [200, 300]
     assert all(row["model"] == "synthetic:tiny" and row["remarks"] == [] for row in rows)
 
 
