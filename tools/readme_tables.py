@@ -3,8 +3,8 @@
 formats: from `PageLayout`, for SmolLM2-135M's geometry. quality: the newest row of each format in
 tools/results/quality.jsonl (tools/quality.py). attention: attention.json, which is what `kvrt eval
 attn --json` printed, less the layers. cache-speed: the newest run in cache.jsonl
-(tools/bench_cache.py). speed: medians of the newest run of each side in cpu.jsonl
-(tools/bench_cpu.py).
+(tools/bench_cache.py). scan: scan.jsonl, which is what `kvrt bench --scan -o jsonl` printed. speed:
+medians of the newest run of each side in cpu.jsonl (tools/bench_cpu.py).
 """
 
 import json
@@ -23,6 +23,7 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "tools" / "results" / "cpu.jsonl"
 QUALITY = RESULTS.with_name("quality.jsonl")
 CACHE = RESULTS.with_name("cache.jsonl")
+SCAN = RESULTS.with_name("scan.jsonl")
 ATTENTION = RESULTS.with_name("attention.json")
 SMOLLM2 = Geometry(num_layers=30, num_kv_heads=3, head_dim=64)
 
@@ -104,6 +105,36 @@ def cache_speed() -> str:
     return "\n".join(lines)
 
 
+def scan() -> str:
+    rows = [json.loads(line) for line in SCAN.read_text().splitlines()]
+    first, last = rows[0], max(row["context"] for row in rows)
+    contexts = sorted({row["context"] for row in rows})
+    shown = [contexts[0], contexts[len(contexts) // 2], last]
+    lines = [
+        f"{first['model']}, {first['device']}, {first['threads']} threads, memory read at "
+        f"{first['device_read_GBps']:.1f} GB/s, caches filled with random keys and values, medians "
+        f"of {first['repetitions']} repetitions (commit {first['commit']}):",
+        "",
+        f"| format | bits | cache at {last:,} | peak at {last:,} | "
+        + " | ".join(f"ms at {context:,}" for context in shown)
+        + f" | us per 1k tokens | GB/s at {last:,} | of device | faster than f16 |",
+        "| --- " * (8 + len(shown)) + "|",
+    ]
+    for name in dict.fromkeys(row["kv"] for row in rows):
+        own = {row["context"]: row for row in rows if row["kv"] == name}
+        end = own[last]
+        times = " | ".join(f"{own[context]['decode_us'] / 1e3:.1f}" for context in shown)
+        even = end["break_even_tokens"]
+        when = "never" if even is None else f"from {even:,}" if even else "everywhere"
+        lines.append(
+            f"| `{name}` | {end['bits_per_element']:.4g} | {end['cache_bytes'] / 1e6:.1f} MB "
+            f"| {end['peak_bytes'] / 1e6:.0f} MB | {times} | {end['slope_us_per_1k']:.0f} "
+            f"| {end['read_GBps']:.1f} | {end['read_share']:.0%} "
+            f"| {'' if name == 'f16' else when} |"
+        )
+    return "\n".join(lines)
+
+
 def speed() -> str:
     rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
@@ -142,7 +173,7 @@ def main() -> None:
     new = text
     tables = {
         "formats": formats(), "quality": quality(), "attention": attention(),
-        "cache-speed": cache_speed(), "speed": speed(),
+        "cache-speed": cache_speed(), "scan": scan(), "speed": speed(),
     }  # fmt: skip
     for name, table in tables.items():
         mark = re.compile(rf"(<!-- {name} -->\n)(?:.*?)(<!-- end -->)", re.DOTALL)
