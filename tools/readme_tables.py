@@ -112,7 +112,7 @@ def scan() -> str:
     shown = [contexts[0], contexts[len(contexts) // 2], last]
     lines = [
         f"{first['model']}, {first['device']}, {first['threads']} threads, memory read at "
-        f"{first['device_read_GBps']:.1f} GB/s, caches filled with random keys and values, medians "
+        f"{first['device_read_GBps']:.1f} GB/s, caches filled with random keys and values, means "
         f"of {first['repetitions']} repetitions (commit {first['commit']}):",
         "",
         f"| format | bits | cache at {last:,} | peak at {last:,} | "
@@ -126,9 +126,11 @@ def scan() -> str:
         times = " | ".join(f"{own[context]['decode_us'] / 1e3:.1f}" for context in shown)
         even = end["break_even_tokens"]
         when = "never" if even is None else f"from {even:,}" if even else "everywhere"
+        when += "" if end["slopes_differ"] else ", within noise"
         lines.append(
             f"| `{name}` | {end['bits_per_element']:.4g} | {end['cache_bytes'] / 1e6:.1f} MB "
-            f"| {end['peak_bytes'] / 1e6:.0f} MB | {times} | {end['slope_us_per_1k']:.0f} "
+            f"| {end['peak_bytes'] / 1e6:.0f} MB | {times} | {end['slope_us_per_1k']:,.0f} "
+            f"± {end['slope_error_us_per_1k']:,.0f} "
             f"| {end['read_GBps']:.1f} | {end['read_share']:.0%} "
             f"| {'' if name == 'f16' else when} |"
         )
