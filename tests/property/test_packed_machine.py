@@ -177,8 +177,10 @@ class PackedMachine(RuleBasedStateMachine):
             if len(exact):
                 assert relative_rmse(got[:, exact], want[:, exact]) < 0.004  # bf16 at worst
             if len(sealed):
-                # Scales that were measured on other tokens cost something too.
-                assert relative_rmse(got[:, sealed], want[:, sealed]) <= 1.5 * bound
+                # Scales that were measured on other tokens cost something too; and tokens that came
+                # back from pages were rotated in f32 by this model of the store, there and back.
+                turned = 0.0 if self.lossless else 2.0**-22
+                assert relative_rmse(got[:, sealed], want[:, sealed]) <= 1.5 * bound + turned
 
     @invariant()
     def forks_are_left_alone(self) -> None:
