@@ -148,7 +148,7 @@ def _load(plan: Plan, threads: int | None) -> Model:
     """The model; what a format needs and the model has not is missed now."""
     from ..bench.check import CONTEXT, STEPS
 
-    longest = max(case.context for case in plan.cases)
+    longest = plan.longest
     if plan.check:
         longest = max(longest, min(CONTEXT + STEPS, plan.shape.context_limit))
         note_unpacked(plan.formats, min(CONTEXT, plan.shape.context_limit - STEPS))

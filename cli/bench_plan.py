@@ -55,6 +55,11 @@ class Plan:
         return [chosen.name for chosen in self.formats]
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest context."""
+        return max(case.context for case in self.cases)
+
+    @property
     def varied(self) -> list[str]:
         """Fields whose values differ between rows."""
         lists = {
@@ -208,8 +213,9 @@ def make_plan(
     )
     if not dry_run:
         return _runnable(plan)
-    if (longest := max(case.context for case in tests)) > shape.context_limit:
-        note(f"kvrt: {longest:,} tokens are beyond the model's limit of {shape.context_limit:,}")
+    if plan.longest > shape.context_limit:
+        limit = f"{shape.context_limit:,}"
+        note(f"kvrt: {plan.longest:,} tokens are beyond the model's limit of {limit}")
     return plan
 
 
@@ -292,15 +298,6 @@ def _plot(plot: str | None) -> Path | None:
 # Whether it can be run here
 
 
-def _check_context(plan: Plan) -> None:
-    longest, limit = max(case.context for case in plan.cases), plan.shape.context_limit
-    if longest > limit:
-        raise UsageError(
-            f"{'--scan' if plan.scan else '-d, -p and -n'}: a context of {longest:,} tokens is "
-            f"beyond this model's limit of {limit:,}"
-        )
-
-
 def _runnable(plan: Plan) -> Plan:
     """The plan less what a scan has no memory for. UsageError where nothing can be measured."""
     from ..backends import check_threads
@@ -309,7 +306,11 @@ def _runnable(plan: Plan) -> Plan:
     source = find_source(plan.model)  # refuses what is known for memory only
     if plan.check and source.synthetic:
         raise UnsupportedError(f"--check: {plan.model} has random weights, which agree on nothing")
-    _check_context(plan)
+    if plan.longest > source.context_limit:
+        raise UsageError(
+            f"{'--scan' if plan.scan else '-d, -p and -n'}: a context of {plan.longest:,} tokens "
+            f"is beyond this model's limit of {source.context_limit:,}"
+        )
     for threads in plan.threads:
         check_threads(plan.device, threads)
     if plan.scan:

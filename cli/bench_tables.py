@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from ..bench.axes import bytes_word
 from .report import Column, Row, Write, make_report
@@ -11,8 +10,8 @@ from .report import Column, Row, Write, make_report
 FOR_PEOPLE = ("table", "md")
 
 
-def _number(digits: int, unit: str = "") -> Any:
-    return lambda value: f"{value:,.{digits}f}{unit}"
+def _number(digits: int) -> Callable[[float], str]:
+    return lambda value: f"{value:,.{digits}f}"
 
 
 def _share(value: float) -> str:
@@ -42,7 +41,6 @@ _CHECK = (
     Column("check_top1", "top-1 %", _number(1)),
 )
 _FILL = Column("fill", "fill", left=True, least=9)
-_THREADS = Column("threads", "threads")
 _REMARKS = Column("remarks", "remarks", "; ".join, left=True)
 
 

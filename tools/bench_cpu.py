@@ -12,7 +12,6 @@ Loading, tokenising and sampling are outside the timed part; token ids are rando
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -134,13 +133,14 @@ def first_token_seconds(model: str, threads: int) -> float:
 
 
 def machine() -> dict[str, Any]:
-    info = Path("/proc/cpuinfo")
-    names = [x for x in info.read_text().splitlines() if "model name" in x] if info.exists() else []
-    name = names[0].split(":")[1].strip() if names else platform.processor()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT
-    ).stdout.strip()
-    return {"device": f"{name}, {os.cpu_count()} cores", "commit": commit, "numpy": np.__version__}
+    from kvrt.backends.native import processor_name
+    from kvrt.bench.environment import commit
+
+    return {
+        "device": f"{processor_name()}, {os.cpu_count()} cores",
+        "commit": commit(ROOT / "kvrt"),
+        "numpy": np.__version__,
+    }
 
 
 def main() -> None:

@@ -13,6 +13,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from kvrt.bench.environment import commit  # noqa: E402
+
 RESULTS = ROOT / "tools" / "results" / "quality.jsonl"
 INT2 = "k=int2:channel:g32{},v=int2:token:g32{}"
 HAD2 = "k=int2:channel:g{0}{1}:had,v=int2:token:g{0}:had,sink=4,window=128"
@@ -53,15 +57,12 @@ def main() -> None:
         found = evaluated(arguments.text, arguments.kv or list(FORMATS), options)
     else:
         found = json.loads(arguments.rows.read_text())
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     digest = hashlib.sha256(arguments.text.read_bytes()).hexdigest()
     with RESULTS.open("a") as out:
         for row in found["rows"]:
             about = {
-                "model": "smollm2", "device": "cpu", "commit": commit, "text": arguments.title,
-                "text_sha256": digest, "context": arguments.context,
+                "model": "smollm2", "device": "cpu", "commit": commit(ROOT / "kvrt"),
+                "text": arguments.title, "text_sha256": digest, "context": arguments.context,
                 "windows": row["tokens"] // (arguments.context - 1),
                 "exact_ppl": found["exact"]["ppl"],
             }  # fmt: skip

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from ..errors import KernelError, UsageError
-from . import cpu_attn, cpu_store, memory
+from . import cpu_attn, cpu_probe, cpu_store, memory
 from .cpu_math import KINDS
 from .native import Kernels, library_name, processor_name
 from .ops import PAGE_TOKENS, Linear, Matrix, RandomMatrix
@@ -28,12 +27,6 @@ _SCORE_ELEMENTS = 1 << 17
 
 _FEW_ROWS = 8
 """Row-wise kernels on fewer rows run on the calling thread."""
-
-
-_PROBE_BYTES = 1 << 28
-"""Memory read to measure bandwidth: beyond the caches of all but the largest servers."""
-
-_PROBE_PASSES = 10
 
 
 class Tensor(np.ndarray):
@@ -139,16 +132,10 @@ class CpuOps:
         return memory.peak_resident_bytes()
 
     def read_bandwidth(self) -> float:
-        runs, words = _PROBE_BYTES >> 17, 1 << 14  # of 128 KiB
-        buffer = self.empty((runs * words,), np.uint64)
+        buffer = self.empty((cpu_probe.BYTES // 8,), np.uint64)
         buffer.fill(1)
-        sums = self.empty((runs,), np.uint64)
-        best = float("inf")
-        for _ in range(_PROBE_PASSES):
-            started = time.perf_counter()
-            self.kernels.read_words(runs, 8, buffer.address, words, sums.address)
-            best = min(best, time.perf_counter() - started)
-        return buffer.nbytes / best
+        sums = self.empty((cpu_probe.RUNS,), np.uint64)
+        return cpu_probe.read_bandwidth(self.kernels, buffer.address, sums.address)
 
     # Decoder
 

@@ -1,9 +1,23 @@
 """CPU kernels of benchmarks: random weights, and reading memory as fast as it goes."""
 
+from time import perf_counter
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from . import cpu_math, jit
 from .jit import Address, Int, Real
+
+if TYPE_CHECKING:
+    from .native import Kernels
+
+BYTES = 1 << 28
+"""Memory read to measure bandwidth: beyond the caches of all but the largest servers."""
+
+RUNS = 1 << 11
+"""Pieces of it, 128 KiB each, that threads take in turn."""
+
+_PASSES = 10
 
 
 @jit.inline
@@ -55,3 +69,16 @@ def read_words(thread, begin, end, at: Address, words: Int, sums_at: Address):
         for i in range(words):
             total += run[i]
         sums[item] = total
+
+
+def read_bandwidth(kernels: "Kernels", buffer: int, sums: int) -> float:
+    """Bytes a second of the best of some passes over a buffer (BYTES,) u8; sums is (RUNS,) u64.
+
+    Both are addresses.
+    """
+    best = float("inf")
+    for _ in range(_PASSES):
+        started = perf_counter()
+        kernels.read_words(RUNS, 8, buffer, BYTES // RUNS // 8, sums)
+        best = min(best, perf_counter() - started)
+    return BYTES / best

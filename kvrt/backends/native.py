@@ -58,25 +58,24 @@ def linker() -> list[str] | None:
 
 def processor_name() -> str:
     """The processor's own name."""
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
+    named = (line for line in _cpuinfo() if line.startswith("model name"))
+    name = next(named, "").partition(":")[2].strip()
+    return name or platform.processor() or platform.machine()
 
 
-def _cpuinfo(field: str) -> str:
+def _cpuinfo() -> list[str]:
+    """What Linux says of the processors; nothing elsewhere."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
+        return []
 
 
 def _processor() -> str:
     """What identifies this processor's instruction set."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
     wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+    found = "\n".join(dict.fromkeys(line for line in _cpuinfo() if line.startswith(wanted)))
+    return found or f"{platform.machine()} {platform.processor()}"
 
 
 def library_name() -> str:

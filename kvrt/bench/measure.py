@@ -97,7 +97,7 @@ class Bench:
         for depth, group in groupby(job.cases, key=lambda case: case.depth):
             store = None  # no other cache in this one's peak
             filled_alone = ops.reset_peak()
-            store = self._filled(job.spec, depth, store)
+            store = self._filled(job.spec, depth, None)
             filled = ops.peak_bytes()
             for case in group:
                 own = ops.reset_peak() and filled_alone

@@ -12,6 +12,9 @@ from kvrt.bench import measure
 from kvrt.kvstore.stats import read_bytes
 from kvrt.models.decoder import Decoder
 
+BANDWIDTH = 1e9
+"""Bytes a second at which the command's tests read."""
+
 
 class FakeClock:
     """Seconds that only `wait` lets pass."""

@@ -357,12 +357,12 @@ def test_a_random_matrix_is_a_weight_like_any_other(ops: CpuOps) -> None:
 
 def test_the_read_bandwidth_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bytes a second of the best pass: the clock says 1 s for each, but for one of 0.5 s."""
-    monkeypatch.setattr("kvrt.backends.cpu._PROBE_BYTES", 1 << 22)
+    monkeypatch.setattr("kvrt.backends.cpu_probe.BYTES", 1 << 22)
     ops = CpuOps(2)
     assert 0 < ops.read_bandwidth() < float("inf")
     ends = [(2.0 * start, 2.0 * start + (0.5 if start == 3 else 1.0)) for start in range(10)]
     ticks = iter([time for pair in ends for time in pair])
-    monkeypatch.setattr("kvrt.backends.cpu.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("kvrt.backends.cpu_probe.perf_counter", lambda: next(ticks))
     assert ops.read_bandwidth() == (1 << 22) / 0.5
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from kvrt import backends, generate
-from kvrt.backends import get_ops
 from kvrt.backends.cpu import CpuOps
 from kvrt.kvstore import KVSpec, estimate
 from kvrt.shapes import SHAPES, Shape
@@ -22,24 +21,7 @@ from tests.helpers.bench_cli import (
     rows_of,
     table_of,
 )
-from tests.helpers.fake_clock import FakeClock, time_by_bytes
 from tests.helpers.tiny_model import write_tiny_model
-
-BANDWIDTH = 1e9  # bytes/s of the fake clock
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    write_tiny_model(folder, tokenizer=True, head_dim=64, max_context=1024)
-    get_ops("cpu")  # compiles the kernels where that was not done yet, and says so on stderr
-    return str(folder)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    """Every run takes the same time, which is that of its bytes."""
-    return time_by_bytes(monkeypatch, BANDWIDTH)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvrt.backends import get_ops
 from kvrt.backends.cpu import CpuOps
 from kvrt.bench.axes import bytes_word
 from kvrt.cli.main import run
@@ -31,10 +30,8 @@ from tests.helpers.bench_cli import (
     table_of,
     without_notes,
 )
-from tests.helpers.fake_clock import FakeClock, time_by_bytes
-from tests.helpers.tiny_model import write_tiny_model
+from tests.helpers.fake_clock import BANDWIDTH, FakeClock
 
-BANDWIDTH = 1e9  # bytes/s of the fake clock
 FACTS = {
     "model", "model_type", "parameters", "effective_kv", "estimated_bytes", "peak_is_own",
     "read_share", "device_read_GBps", "backend", "kernels", "threads", "n_batch", "n_ubatch",
@@ -46,20 +43,6 @@ TEST_KEYS = FACTS | {
     "test", "kv", "n_prompt", "n_gen", "depth", "mean_tokens_per_s", "std_tokens_per_s",
     "samples", "samples_s",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    write_tiny_model(folder, tokenizer=True, head_dim=64, max_context=1024)
-    get_ops("cpu")  # compiles the kernels where that was not done yet, and says so on stderr
-    return str(folder)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    """Every run takes the same time, which is that of its bytes."""
-    return time_by_bytes(monkeypatch, BANDWIDTH)
 
 
 # --- rows ---

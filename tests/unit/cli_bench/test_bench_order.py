@@ -9,7 +9,6 @@ from weakref import WeakSet
 
 import pytest
 
-from kvrt.backends import get_ops
 from kvrt.backends.cpu import CpuOps
 from kvrt.bench.budget import needed_bytes
 from kvrt.bench.case import Case
@@ -19,27 +18,13 @@ from kvrt.kvstore import KVSpec, KVStore
 from kvrt.models.decoder import Decoder
 from kvrt.source import find_shape
 from tests.helpers.bench_cli import SCAN, on_decode, printed, rows_of, table_of
-from tests.helpers.fake_clock import FakeClock, time_by_bytes
-from tests.helpers.tiny_model import write_tiny_model
 
 FORMATS = ("f16", "kvrt2", "q8_0")  # f16 first, the others as they are written
 CONTEXTS = (64, 128, 256, 512)
 SPECS = {KVSpec.parse(name): name for name in FORMATS}
+pytestmark = pytest.mark.usefixtures("clock")
+
 TWO_DEPTHS = ("-p", "0", "-n", "4", "-r", "2", "-d", "0,100", "--kv", "kvrt2,f16,q8_0")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    write_tiny_model(folder, tokenizer=True, head_dim=64, max_context=1024)
-    get_ops("cpu")  # compiles the kernels where that was not done yet, and says so on stderr
-    return str(folder)
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    """Every run takes the same time, which is that of its bytes."""
-    return time_by_bytes(monkeypatch, 1e9)
 
 
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:

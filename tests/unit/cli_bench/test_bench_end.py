@@ -13,7 +13,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvrt.backends import get_ops
 from kvrt.bench import plot
 from kvrt.bench.plot import Series
 from kvrt.cli import bench as cli_bench
@@ -29,28 +28,11 @@ from tests.helpers.bench_cli import (
     tables_of,
     without_notes,
 )
-from tests.helpers.fake_clock import FakeClock, time_by_bytes
-from tests.helpers.tiny_model import write_tiny_model
 
-ROOT = Path(__file__).resolve().parents[2]
-BANDWIDTH = 1e9  # bytes/s of the fake clock
+ROOT = Path(__file__).resolve().parents[3]
 SCANNED = ("f16", "kvrt2", "q8_0")  # by SCAN, in this order
 ALONE, ROUNDS = 3 * 4 * 4, 3 * 2 * 4
 """Tokens that SCAN decodes in its first pass, and at each context in its second."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    write_tiny_model(folder, tokenizer=True, head_dim=64, max_context=1024)
-    get_ops("cpu")  # compiles the kernels where that was not done yet, and says so on stderr
-    return str(folder)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    """Every run takes the same time, which is that of its bytes."""
-    return time_by_bytes(monkeypatch, BANDWIDTH)
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:

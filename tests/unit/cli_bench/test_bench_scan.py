@@ -14,7 +14,6 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from kvrt.backends import get_ops
 from kvrt.backends.cpu import CpuOps
 from kvrt.cli.main import run
 from kvrt.generate import Model
@@ -32,29 +31,14 @@ from tests.helpers.bench_cli import (
     table_of,
     tables_of,
 )
-from tests.helpers.fake_clock import FakeClock, time_by_bytes
+from tests.helpers.fake_clock import BANDWIDTH, FakeClock, time_by_bytes
 from tests.helpers.tiny_model import write_tiny_model
 
-BANDWIDTH = 1e9  # bytes/s of the fake clock
 SCAN_KEYS = {
     "context", "kv", "decode_us", "std_us", "samples_us", "slope_us_per_1k", "intercept_us",
     "break_even_tokens", "fits_tokens", "cache_bytes", "peak_bytes", "effective_kv", "fill",
     "bits_per_element", "weight_bytes", "read_GBps", "device", "remarks", "commit",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    write_tiny_model(folder, tokenizer=True, head_dim=64, max_context=1024)
-    get_ops("cpu")  # compiles the kernels where that was not done yet, and says so on stderr
-    return str(folder)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    """Every run takes the same time, which is that of its bytes."""
-    return time_by_bytes(monkeypatch, BANDWIDTH)
 
 
 # --- scans ---
