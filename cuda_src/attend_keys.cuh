@@ -1,0 +1,180 @@
+// Scores of the 64 keys of a sealed page: keys are A (tokens are M), queries are B.
+//
+// sums[j] is a 16 x 8 tile of the tokens 16 j ... 16 j + 15 and the query heads: a lane has rows lane / 4 and + 8,
+// heads 2 (lane % 4) and the next. Scores leave this file times the power of two that is in the query.
+#pragma once
+#include "attend_query.cuh"
+#include "fields.cuh"
+
+#if K_CODEC == 1 || K_CODEC == 2
+// Uniform integers: code * scale + shift.
+static constexpr int K_GROUPS = (K_BY_ROWS ? 64 : HEAD_DIM) / K_GROUP;
+static constexpr int K_PLACES = K_BY_ROWS ? HEAD_DIM : 64;
+static constexpr int K_MIDDLE = K_CODEC == 2 ? 1 << (K_BITS - 1) : (1 << (K_BITS - 1)) - 1;
+static constexpr int K_LOW_BITS = K_BITS == 3 ? 2 : K_BITS;
+
+// Sums of a plane's codes * B over tile s of the token tiles FIRST ... FIRST + COUNT - 1, B as it is for s.
+template <int BITS, int FIRST, int COUNT>
+KVRT_INLINE void add_codes(float (&sums)[4][4], const u8* codes, int s, u32 low, u32 high) {
+  using P = Plane<BITS>;
+  const uint4 first = P::load(codes, s, 0), second = BITS == 8 ? P::load(codes, s, 1) : first;
+#pragma unroll
+  for (int j = FIRST; j < FIRST + COUNT; ++j) {
+    u32 a[4];
+    P::tile(a, word_of(first, j), word_of(second, j), s);
+    ptx::mma_half(sums[j], a[0], a[1], a[2], a[3], low, high);
+  }
+}
+
+#if K_BY_ROWS
+// Scales go with channels, so they go into the query; so do minima, whose sum is the same for all tokens of a group.
+KVRT_INLINE void scores_by_channel(float (&scores)[4][4], const u8* run, const Query& query) {
+  constexpr int TILES_A_GROUP = 4 / K_GROUPS;
+  const int col = threadIdx.x % 4;
+  const u8* codes = run + K_CODES_OFFSET;
+  const uint2* scales = reinterpret_cast<const uint2*>(run + K_META_OFFSET);
+#pragma unroll
+  for (int g = 0; g < K_GROUPS; ++g) {
+    float low_sums[4][4], high_sums[4][4], shift[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) low_sums[j][i] = high_sums[j][i] = 0;
+#pragma unroll
+    for (int s = 0; s < TILES; ++s) {
+      uint2 scale = scales[(g * HEAD_DIM + 16 * s) / 4 + col];
+      const u32 low_sign = scale.x & 0x80008000u, high_sign = scale.y & 0x80008000u;
+      if (K_MODE == 2) scale = {scale.x & 0x7FFF7FFFu, scale.y & 0x7FFF7FFFu};
+      const u32 low = ptx::mul_half2(query.low[s], scale.x), high = ptx::mul_half2(query.high[s], scale.y);
+      if (K_CODEC == 1 && K_MODE != 1) {
+        const uint2 minimum = scales[((K_GROUPS + g) * HEAD_DIM + 16 * s) / 4 + col];
+        ptx::mma_half(shift, minimum.x, minimum.x, minimum.y, minimum.y, query.low[s], query.high[s]);
+      }
+      if (K_CODEC == 2 || K_MODE != 0) {
+        // Where a hybrid's scale is negative its group is asymmetric, and has no middle.
+        u32 low_middle = constant_half2(-float(K_MIDDLE)), high_middle = low_middle;
+        if (K_MODE == 2) {
+          low_middle &= ~((low_sign >> 15) * 0xFFFFu);
+          high_middle &= ~((high_sign >> 15) * 0xFFFFu);
+        }
+        ptx::mma_half(shift, low_middle, low_middle, high_middle, high_middle, low, high);
+      }
+      using P = Plane<K_LOW_BITS>;
+      if (g == 0)
+        add_codes<K_LOW_BITS, 0, TILES_A_GROUP>(low_sums, codes, s, scale_half2(low, P::low_columns(s)),
+                                                scale_half2(high, P::high_columns(s)));
+      else
+        add_codes<K_LOW_BITS, 4 - TILES_A_GROUP, TILES_A_GROUP>(low_sums, codes, s,
+                                                                scale_half2(low, P::low_columns(s)),
+                                                                scale_half2(high, P::high_columns(s)));
+      if (K_BITS == 3) {
+        using H = Plane<1>;
+        const u8* plane = codes + Plane<2>::BYTES;
+        const u32 l = scale_half2(low, H::low_columns(s)), h = scale_half2(high, H::high_columns(s));
+        if (g == 0)
+          add_codes<1, 0, TILES_A_GROUP>(high_sums, plane, s, l, h);
+        else
+          add_codes<1, 4 - TILES_A_GROUP, TILES_A_GROUP>(high_sums, plane, s, l, h);
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < TILES_A_GROUP; ++t) {
+      const int j = g * TILES_A_GROUP + t;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[j][i] = shift[i];
+      add_weighted<K_LOW_BITS>(scores[j], low_sums[j], FROM_SUBNORMAL);
+      if (K_BITS == 3) add_weighted<1>(scores[j], high_sums[j], 4 * FROM_SUBNORMAL);
+    }
+  }
+}
+#else
+// Scales go with tokens: each group of channels has its own sums, which are scaled when it is complete.
+KVRT_INLINE void scores_by_token(float (&scores)[4][4], const u8* run, const Query& query) {
+  constexpr bool ONE_GROUP = K_GROUPS == 1;
+  constexpr int TILES_A_GROUP = ONE_GROUP ? TILES : K_GROUP / 8;
+  const int row = threadIdx.x % WARP / 4;
+  const u8* codes = run + K_CODES_OFFSET;
+  const u16* scales = reinterpret_cast<const u16*>(run + K_META_OFFSET);
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[j][i] = 0;
+#pragma unroll
+  for (int start = 0; start < TILES; start += TILES_A_GROUP)
+#pragma unroll
+    for (int half = 0; half < (ONE_GROUP ? 1 : 2); ++half) {
+      const int g = (half * HALF + 8 * start) / K_GROUP;
+      float low_sums[4][4], high_sums[4][4], total[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) low_sums[j][i] = high_sums[j][i] = 0;
+#pragma unroll
+      for (int s = start; s < start + TILES_A_GROUP; ++s) {
+        const u32 low = ONE_GROUP || half == 0 ? query.low[s] : 0, high = ONE_GROUP || half == 1 ? query.high[s] : 0;
+        ptx::mma_half(total, ONES, ONES, ONES, ONES, low, high);
+        using P = Plane<K_LOW_BITS>;
+        add_codes<K_LOW_BITS, 0, 4>(low_sums, codes, s, scale_half2(low, P::low_columns(s)),
+                                    scale_half2(high, P::high_columns(s)));
+        if (K_BITS == 3) {
+          using H = Plane<1>;
+          add_codes<1, 0, 4>(high_sums, codes + Plane<2>::BYTES, s, scale_half2(low, H::low_columns(s)),
+                             scale_half2(high, H::high_columns(s)));
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float sum[4] = {0, 0, 0, 0};
+        add_weighted<K_LOW_BITS>(sum, low_sums[j], FROM_SUBNORMAL);
+        if (K_BITS == 3) add_weighted<1>(sum, high_sums[j], 4 * FROM_SUBNORMAL);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int place = g * 64 + 16 * j + 8 * r + row;
+          const u16 bits = scales[place];
+          const float scale = ptx::half_to_float(K_MODE == 2 ? bits & 0x7FFF : bits);
+          const bool has_minimum = K_CODEC == 1 && (K_MODE == 0 || (K_MODE == 2 && bits >> 15));
+          const float shift = has_minimum ? ptx::half_to_float(scales[K_GROUPS * 64 + place]) : -K_MIDDLE * scale;
+          scores[j][2 * r] += sum[2 * r] * scale + total[0] * shift;
+          scores[j][2 * r + 1] += sum[2 * r + 1] * scale + total[1] * shift;
+        }
+      }
+    }
+}
+#endif
+#endif
+
+#if K_CODEC == 3
+// 8-bit floats: one scale for the head.
+KVRT_INLINE void scores_of_floats(float (&scores)[4][4], const u8* run, const Query& query, float scale) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[j][i] = 0;
+#pragma unroll
+  for (int s = 0; s < TILES; ++s) {
+    const uint4 first = Plane<8>::load(run + K_CODES_OFFSET, s, 0), second = Plane<8>::load(run + K_CODES_OFFSET, s, 1);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      u32 low[2], high[2];
+      minifloats<K_E4M3>(low, word_of(first, j));
+      minifloats<K_E4M3>(high, word_of(second, j));
+      ptx::mma_half(scores[j], low[0], low[1], high[0], high[1], query.low[s], query.high[s]);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[j][i] *= scale * (K_E4M3 ? 256.0f : 1.0f);
+}
+#endif
+
+// Scores of a page; `state` is what the codec measured (fp8: a scale for each head).
+KVRT_INLINE void page_scores(float (&scores)[4][4], const u8* run, const Query& query, const float* state, int head) {
+#if K_CODEC == 3
+  scores_of_floats(scores, run, query, __ldg(state + head));
+#elif K_CODEC != 0 && K_BY_ROWS
+  scores_by_channel(scores, run, query);
+#elif K_CODEC != 0
+  scores_by_token(scores, run, query);
+#endif
+}

@@ -1,0 +1,154 @@
+// Weighted sums of the 64 values of a sealed page: values, transposed, are A (channels are M), weights are B.
+//
+// sums[s] is a 16 x 8 tile of the channels 16 s ... 16 s + 15 and the query heads, laid out as scores are.
+#pragma once
+#include "attend_keys.cuh"
+
+// The weights of 64 tokens as B fragments: low, high are tokens 16 j + 2 (lane % 4) + {0, 1} and 8 further.
+struct Weights {
+  u32 low[4], high[4];
+};
+
+#if V_CODEC == 1 || V_CODEC == 2
+static constexpr int V_GROUPS = (V_BY_ROWS ? HEAD_DIM : 64) / V_GROUP;
+static constexpr int V_MIDDLE = V_CODEC == 2 ? 1 << (V_BITS - 1) : (1 << (V_BITS - 1)) - 1;
+static constexpr int V_LOW_BITS = V_BITS == 3 ? 2 : V_BITS;
+static constexpr bool V_MINIMA = V_CODEC == 1 && V_MODE != 1;
+static constexpr bool V_CENTRED = V_CODEC == 2 || V_MODE != 0;
+
+// sum += codes of tile s * B over the token tiles FIRST ... FIRST + COUNT - 1. `low`, `high` are B as it is.
+template <int BITS, int FIRST, int COUNT>
+KVRT_INLINE void add_tile(float (&sum)[4], const u8* codes, int s, const u32 (&low)[4], const u32 (&high)[4]) {
+  using P = Plane<BITS>;
+  const uint4 first = P::load(codes, s, 0), second = BITS == 8 ? P::load(codes, s, 1) : first;
+#pragma unroll
+  for (int j = FIRST; j < FIRST + COUNT; ++j) {
+    u32 a[4];
+    P::tile(a, word_of(first, j), word_of(second, j), s);
+    ptx::mma_half(sum, a[0], a[1], a[2], a[3], scale_half2(low[j], P::low_columns(s)),
+                  scale_half2(high[j], P::high_columns(s)));
+  }
+}
+
+template <int FIRST, int COUNT>
+KVRT_INLINE void add_all_planes(float (&sum)[4], const u8* codes, int s, const u32 (&low)[4], const u32 (&high)[4]) {
+  float part[4] = {0, 0, 0, 0};
+  add_tile<V_LOW_BITS, FIRST, COUNT>(part, codes, s, low, high);
+  add_weighted<V_LOW_BITS>(sum, part, FROM_SUBNORMAL);
+  if (V_BITS == 3) {
+    float top[4] = {0, 0, 0, 0};
+    add_tile<1, FIRST, COUNT>(top, codes + Plane<2>::BYTES, s, low, high);
+    add_weighted<1>(sum, top, 4 * FROM_SUBNORMAL);
+  }
+}
+
+#if V_BY_ROWS
+// Scales go with tokens, so they go into the weights. Minima are rows of one more tile, one for each group.
+KVRT_INLINE void add_values_by_token(float (&sums)[TILES][4], float (&minima)[4], const u8* run, const Weights& weights) {
+  const int row = threadIdx.x % WARP / 4, col = threadIdx.x % 4;
+  const u8* codes = run + V_CODES_OFFSET;
+  const uint2* scales = reinterpret_cast<const uint2*>(run + V_META_OFFSET);
+#pragma unroll
+  for (int g = 0; g < V_GROUPS; ++g) {
+    u32 low[4], high[4];
+    float middle[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint2 scale = scales[g * 16 + 4 * j + col];
+      const u32 low_sign = scale.x & 0x80008000u, high_sign = scale.y & 0x80008000u;
+      if (V_MODE == 2) scale = {scale.x & 0x7FFF7FFFu, scale.y & 0x7FFF7FFFu};
+      low[j] = ptx::mul_half2(weights.low[j], scale.x);
+      high[j] = ptx::mul_half2(weights.high[j], scale.y);
+      if (V_CENTRED) {
+        u32 a = constant_half2(-float(V_MIDDLE)), b = a;
+        if (V_MODE == 2) {
+          a &= ~((low_sign >> 15) * 0xFFFFu);
+          b &= ~((high_sign >> 15) * 0xFFFFu);
+        }
+        ptx::mma_half(middle, a, a, b, b, low[j], high[j]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < V_GROUP / 16; ++i) {
+      const int s = g * (V_GROUP / 16) + i;
+      if (V_CENTRED)
+#pragma unroll
+        for (int n = 0; n < 4; ++n) sums[s][n] += middle[n];
+      add_all_planes<0, 4>(sums[s], codes, s, low, high);
+    }
+  }
+  if (V_MINIMA)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint2 minimum = {0, 0};
+      if (row < V_GROUPS) minimum = scales[(V_GROUPS + row) * 16 + 4 * j + col];
+      ptx::mma_half(minima, minimum.x, 0, minimum.y, 0, weights.low[j], weights.high[j]);
+    }
+}
+#else
+// Scales go with channels, the rows of the sums, for each group of tokens.
+KVRT_INLINE void add_values_by_channel(float (&sums)[TILES][4], const u8* run, const Weights& weights) {
+  constexpr int TILES_A_GROUP = 4 / V_GROUPS;
+  const int row = threadIdx.x % WARP / 4;
+  const u8* codes = run + V_CODES_OFFSET;
+  const u16* scales = reinterpret_cast<const u16*>(run + V_META_OFFSET);
+#pragma unroll
+  for (int g = 0; g < V_GROUPS; ++g) {
+    float total[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int j = g * TILES_A_GROUP; j < (g + 1) * TILES_A_GROUP; ++j)
+      ptx::mma_half(total, ONES, ONES, ONES, ONES, weights.low[j], weights.high[j]);
+#pragma unroll
+    for (int s = 0; s < TILES; ++s) {
+      float sum[4] = {0, 0, 0, 0};
+      if (g == 0)
+        add_all_planes<0, TILES_A_GROUP>(sum, codes, s, weights.low, weights.high);
+      else
+        add_all_planes<4 - TILES_A_GROUP, TILES_A_GROUP>(sum, codes, s, weights.low, weights.high);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int place = g * HEAD_DIM + 16 * s + 8 * r + row;
+        const u16 bits = scales[place];
+        const float scale = ptx::half_to_float(V_MODE == 2 ? bits & 0x7FFF : bits);
+        const bool has_minimum = V_CODEC == 1 && (V_MODE == 0 || (V_MODE == 2 && bits >> 15));
+        const float shift = has_minimum ? ptx::half_to_float(scales[V_GROUPS * HEAD_DIM + place]) : -V_MIDDLE * scale;
+        sums[s][2 * r] += sum[2 * r] * scale + total[0] * shift;
+        sums[s][2 * r + 1] += sum[2 * r + 1] * scale + total[1] * shift;
+      }
+    }
+  }
+}
+#endif
+#endif
+
+#if V_CODEC == 3
+KVRT_INLINE void add_float_values(float (&sums)[TILES][4], const u8* run, const Weights& weights, float scale) {
+  const float factor = scale * (V_E4M3 ? 256.0f : 1.0f);
+#pragma unroll
+  for (int s = 0; s < TILES; ++s) {
+    const uint4 first = Plane<8>::load(run + V_CODES_OFFSET, s, 0), second = Plane<8>::load(run + V_CODES_OFFSET, s, 1);
+    float sum[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      u32 low[2], high[2];
+      minifloats<V_E4M3>(low, word_of(first, j));
+      minifloats<V_E4M3>(high, word_of(second, j));
+      ptx::mma_half(sum, low[0], low[1], high[0], high[1], weights.low[j], weights.high[j]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[s][i] += sum[i] * factor;
+  }
+}
+#endif
+
+// sums += weights * values of a page; `minima` gathers what belongs to all channels of a group of them.
+KVRT_INLINE void add_page_values(float (&sums)[TILES][4], float (&minima)[4], const u8* run, const Weights& weights,
+                                 const float* state, int head) {
+#if V_CODEC == 3
+  add_float_values(sums, run, weights, __ldg(state + head));
+#elif V_CODEC != 0 && V_BY_ROWS
+  add_values_by_token(sums, minima, run, weights);
+#elif V_CODEC != 0
+  add_values_by_channel(sums, run, weights);
+#endif
+}

@@ -1,0 +1,141 @@
+// Instructions that C++ has no words for, as inline PTX. No CUDA headers: NVRTC may have none.
+#pragma once
+
+#define KVRT_DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+
+namespace ptx {
+using u16 = unsigned short;
+using u32 = unsigned;
+
+#define KVRT_INLINE __device__ __forceinline__
+
+KVRT_INLINE float half_to_float(u16 h) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
+  return x;
+}
+KVRT_INLINE u16 float_to_half(float x) {
+  u16 h;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+  return h;
+}
+KVRT_INLINE float bfloat_to_float(u16 b) { return __uint_as_float(u32(b) << 16); }
+// Round to nearest even; NaN stays NaN.
+KVRT_INLINE u16 float_to_bfloat(float x) {
+  const u32 bits = __float_as_uint(x);
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return u16(bits >> 16 | 0x40);
+  return u16((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+// Two numbers as one register: the first in its low half.
+KVRT_INLINE u32 pack_half(float low, float high) {
+  u32 x;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  return x;
+}
+KVRT_INLINE u32 pack_bfloat(float low, float high) {
+  u32 x;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  return x;
+}
+KVRT_INLINE float2 unpack_half(u32 x) { return {half_to_float(u16(x)), half_to_float(u16(x >> 16))}; }
+KVRT_INLINE float2 unpack_bfloat(u32 x) { return {__uint_as_float(x << 16), __uint_as_float(x & 0xFFFF0000u)}; }
+KVRT_INLINE u32 mul_half2(u32 a, u32 b) {
+  u32 x;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
+  return x;
+}
+KVRT_INLINE u32 add_half2(u32 a, u32 b) {
+  u32 x;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
+  return x;
+}
+KVRT_INLINE u32 sub_half2(u32 a, u32 b) {
+  u32 x;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
+  return x;
+}
+KVRT_INLINE u32 fma_half2(u32 a, u32 b, u32 c) {
+  u32 x;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+  return x;
+}
+KVRT_INLINE float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+KVRT_INLINE float rcp(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+KVRT_INLINE u32 prmt(u32 a, u32 b, u32 selector) {
+  u32 x;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(selector));
+  return x;
+}
+
+// c (16 x 8, f32) += a (16 x 16) b (16 x 8).
+KVRT_INLINE void mma_half(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+KVRT_INLINE void mma_bfloat(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// 8 x 8 numbers of 16 bits: lane i holds row i / 4, columns 2 (i % 4) and the next.
+KVRT_INLINE u32 transpose8x8(u32 x) {
+  u32 y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+KVRT_INLINE u32 shared_address(const void* place) { return u32(__cvta_generic_to_shared(place)); }
+
+// Four 8 x 8 matrices: lane i gives the address of row i % 8 of matrix i / 8.
+KVRT_INLINE void load_matrix4(u32* out, const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+KVRT_INLINE void load_matrix4_transposed(u32* out, const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// 16 bytes from global to shared memory; of them the first `wanted`, the rest are zeros.
+KVRT_INLINE void copy_async16(void* shared, const void* global, int wanted = 16) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+               "r"(wanted)
+               : "memory");
+}
+KVRT_INLINE void copy_async8(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+KVRT_INLINE void copy_async4(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+KVRT_INLINE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Wait until at most N groups of the calling thread's copies are under way.
+template <int N>
+KVRT_INLINE void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+// 16 bytes that are read once.
+KVRT_INLINE uint4 load_stream(const void* place) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(place));
+  return v;
+}
+}  // namespace ptx

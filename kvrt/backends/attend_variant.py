@@ -1,0 +1,79 @@
+"""Which variant of the decode attention kernel reads a layer: -D options from the layer's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import UnsupportedError
+from . import view
+from .cpu_math import BF16, F32
+
+DENSE, INTQ, BLOCK, FP8, NUQ = range(5)
+"""Codecs by their numbers (`kvstore.codecs`)."""
+
+QUERY_HEADS = 8
+"""Query heads of one CTA; larger groups take several."""
+
+
+def attend_defines(settings: Sequence[int]) -> dict[str, Any]:
+    """Names and values for the compiler, from settings (LAYER_SETTINGS,).
+
+    Raises UnsupportedError for what the kernel cannot read.
+    """
+    row = [int(value) for value in settings]
+    dim = row[view.DIM]
+    if row[view.KEY_KIND] == F32 or row[view.VALUE_KIND] == F32:
+        raise UnsupportedError("f32 caches are for the CPU; on a GPU f16 and bf16 work")
+    if (row[view.KEY_KIND] == BF16) != (row[view.VALUE_KIND] == BF16):
+        raise UnsupportedError("on a GPU, keys and values are both bf16 or neither is")
+    if dim % 16 or not 16 <= dim <= 256:
+        raise UnsupportedError(
+            f"on a GPU, head_dim must be a multiple of 16 up to 256, this cache has {dim}"
+        )
+    if row[view.FORM] == view.PRE or row[view.KEY_BIAS]:
+        raise UnsupportedError("keys before RoPE, or with a bias, are not yet for the GPU")
+    defines: dict[str, Any] = {
+        "HEAD_DIM": dim,
+        "FORM": row[view.FORM],
+        "K_HADAMARD": row[view.KEY_HADAMARD],
+        "V_HADAMARD": row[view.VALUE_HADAMARD],
+        "K_NORM": int(row[view.KEY_NORM] != 0),
+        "RUN_BYTES": row[view.RUN_BYTES],
+    }
+    codecs = [row[view.KEY_SIDE + view.CODEC], row[view.VALUE_SIDE + view.CODEC]]
+    if (codecs[0] == DENSE) != (codecs[1] == DENSE):
+        raise UnsupportedError("on a GPU, keys and values are both packed or neither is")
+    for letter, start, kind in (
+        ("K", view.KEY_SIDE, row[view.KEY_KIND]),
+        ("V", view.VALUE_SIDE, row[view.VALUE_KIND]),
+    ):
+        side = row[start : start + view.SIDE_SETTINGS]
+        codec, own = side[view.CODEC], side[view.OWN : view.OWN + 6]
+        if codec == NUQ:
+            raise UnsupportedError("non-uniform integers are not yet for the GPU")
+        defines |= {
+            f"{letter}_CODEC": codec,
+            f"{letter}_KIND": kind,
+            f"{letter}_CODES_OFFSET": side[view.CODES],
+            f"{letter}_META_OFFSET": side[view.META],
+        }
+        if codec in (INTQ, BLOCK):
+            names = ("BITS", "GROUP", "MODE", "BY_ROWS")
+            defines |= {f"{letter}_{name}": own[i] for i, name in enumerate(names)}
+        elif codec == FP8:
+            defines[f"{letter}_E4M3"] = int(own[0] == 0)
+    return defines
+
+
+def stage_bytes(defines: dict[str, Any]) -> int:
+    """Bytes of one stage of a warp's ring, as attend.cu counts them."""
+    exact = 2 * 16 * (defines["HEAD_DIM"] * 2 + 16)
+    return exact if defines["K_CODEC"] == DENSE else max(exact, defines["RUN_BYTES"])
+
+
+def shared_bytes(defines: dict[str, Any], warps: int, stages: int) -> int:
+    """Dynamic shared memory of a CTA: queries, then rings, or states of the warps to be merged."""
+    dim = defines["HEAD_DIM"]
+    states = warps * QUERY_HEADS * (dim + 2) * 4
+    return QUERY_HEADS * dim * 4 + max(warps * stages * stage_bytes(defines), states)
