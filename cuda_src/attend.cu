@@ -27,7 +27,6 @@ static constexpr int ROW_BYTES = HEAD_DIM * 2 + 16;  // 16 bytes of padding keep
 static constexpr int EXACT_BYTES = 2 * EXACT_TOKENS * ROW_BYTES;
 static constexpr bool DENSE = K_CODEC == 0;
 static constexpr int STAGE_BYTES = !DENSE && RUN_BYTES > EXACT_BYTES ? RUN_BYTES : EXACT_BYTES;
-static constexpr int STATE_FLOATS = HEAD_DIM + 2;  // of one query head: maximum, total, weighted values
 static constexpr float NOTHING = -1e30f;
 static constexpr float WEIGHT_BITS = 4.0f;  // weights are up to 2^4, so that small ones are not lost as halves
 
@@ -267,8 +266,8 @@ KVRT_INLINE void attend_page(Softmax& state, const u8* run, const Query& query, 
 }
 #endif
 
-// Write what a warp found, for each query head: maximum, total, weighted values (STATE_FLOATS,) f32.
-KVRT_INLINE void write_state(float* target, Softmax& state) {
+// Write what a warp found, for each query head: weighted values (8, HEAD_DIM), maximum and total (8, 2).
+KVRT_INLINE void write_state(float* sums, float* stats, Softmax& state) {
   const int lane = threadIdx.x % WARP, row = lane / 4, col = lane % 4;
 #if (V_CODEC == 1 || V_CODEC == 2) && V_BY_ROWS
   // Row g of the tile of minima belongs to all channels of group g.
@@ -285,42 +284,75 @@ KVRT_INLINE void write_state(float* target, Softmax& state) {
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
     for (int d = 4; d < WARP; d *= 2) state.total[h] += __shfl_xor_sync(ALL_LANES, state.total[h], d);
-    float* mine = target + (2 * col + h) * STATE_FLOATS;
+    float* mine = sums + (2 * col + h) * HEAD_DIM;
     if (row == 0) {
-      mine[0] = state.peak[h];
-      mine[1] = state.total[h];
+      stats[2 * (2 * col + h)] = state.peak[h];
+      stats[2 * (2 * col + h) + 1] = state.total[h];
     }
 #pragma unroll
     for (int s = 0; s < TILES; ++s) {
-      mine[2 + 16 * s + row] = state.sums[s][h];
-      mine[2 + 16 * s + 8 + row] = state.sums[s][2 + h];
+      mine[16 * s + row] = state.sums[s][h];
+      mine[16 * s + 8 + row] = state.sums[s][2 + h];
     }
   }
 }
 
-// Merge `count` states of query head `head`, which are `stride` floats apart: channel c of the sum, maximum, total.
-KVRT_INLINE float merge(const float* states, int count, i64 stride, int c, float& peak, float& total) {
-  peak = NOTHING;
-  for (int i = 0; i < count; ++i) {
-    const float other = states[i * stride];
-    peak = other > peak ? other : peak;
+// Merge `count` states of up to 8 query heads: sums (count, 8, HEAD_DIM), stats (count, 8, 2) of maximum and total.
+//
+// merged (heads, HEAD_DIM) and merged_stats (8, 2), in shared memory, get the result; `weights` (8, count) f32 there is
+// scratch. Every load of a step is independent of the others: what this costs is latency.
+KVRT_INLINE void merge(const float* sums, const float* stats, int count, int heads, float* weights, float* merged,
+                       float* merged_stats) {
+  const int lane = threadIdx.x % WARP;
+  for (int h = threadIdx.x / WARP; h < heads; h += WARPS) {
+    float peak = NOTHING, total = 0;
+    for (int i = lane; i < count; i += WARP) {
+      const float other = stats[(i * 8 + h) * 2];
+      weights[h * count + i] = other;
+      peak = other > peak ? other : peak;
+    }
+#pragma unroll
+    for (int d = 1; d < WARP; d *= 2) {
+      const float other = __shfl_xor_sync(ALL_LANES, peak, d);
+      peak = other > peak ? other : peak;
+    }
+    for (int i = lane; i < count; i += WARP) {
+      const float weight = ptx::exp2(weights[h * count + i] - peak);
+      weights[h * count + i] = weight;
+      total += weight * stats[(i * 8 + h) * 2 + 1];
+    }
+#pragma unroll
+    for (int d = 1; d < WARP; d *= 2) total += __shfl_xor_sync(ALL_LANES, total, d);
+    if (lane == 0) {
+      merged_stats[2 * h] = peak;
+      merged_stats[2 * h + 1] = total;
+    }
   }
-  float sum = 0;
-  total = 0;
-  for (int i = 0; i < count; ++i) {
-    const float weight = ptx::exp2(states[i * stride] - peak);
-    total += weight * states[i * stride + 1];
-    sum += weight * states[i * stride + 2 + c];
+  __syncthreads();
+  for (int at = threadIdx.x; at < heads * HEAD_DIM / 4; at += WARPS * WARP) {
+    const int h = at * 4 / HEAD_DIM;
+    const float4* source = reinterpret_cast<const float4*>(sums) + at;
+    float4 sum = {0, 0, 0, 0};
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) {
+      const float weight = weights[h * count + i];
+      const float4 part = source[i64(i) * 8 * HEAD_DIM / 4];
+      sum.x += weight * part.x;
+      sum.y += weight * part.y;
+      sum.z += weight * part.z;
+      sum.w += weight * part.w;
+    }
+    reinterpret_cast<float4*>(merged)[at] = sum;
   }
-  return sum;
+  __syncthreads();
 }
 
 // out (heads, HEAD_DIM) f32 = attention of q (heads, HEAD_DIM) f32, after RoPE, over everything in a layer.
 //
 // layer: settings (VIEW_LAYER_SETTINGS,); lengths: sinks, pages, tail tokens, tail slot, addresses of the page table and
 // of the table of angles; scale is that of the softmax times log2(e); group: query heads a KV head; a positive window:
-// the last so many tokens are seen. partials (gridDim.y, gridDim.x, 8, HEAD_DIM + 2) f32 and arrivals (gridDim.y,), zeros
-// before and after, are scratch.
+// the last so many tokens are seen. partials (gridDim.y * gridDim.x * 8 * (HEAD_DIM + 2),) f32 and arrivals (gridDim.y,),
+// zeros before and after, are scratch.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS_AN_SM)
 attend(const float* q, const i64* layer, const i64* lengths, float scale, int group, int window, float* partials,
        int* arrivals, float* out) {
@@ -395,33 +427,30 @@ attend(const float* q, const i64* layer, const i64* lengths, float scale, int gr
   __syncthreads();
 
   // The CTA's warps become one state, the CTAs of a head one result.
-  float* states = reinterpret_cast<float*>(rings);  // (WARPS, 8, STATE_FLOATS)
-  write_state(states + warp * 8 * STATE_FLOATS, state);
+  float* stats = reinterpret_cast<float*>(rings);  // (WARPS, 8, 2)
+  float* result_stats = stats + WARPS * 16;        // (8, 2)
+  float* result = result_stats + 16;               // (8, HEAD_DIM)
+  float* sums = result + 8 * HEAD_DIM;             // (WARPS, 8, HEAD_DIM)
+  float* weights = sums + WARPS * 8 * HEAD_DIM;    // (8, WARPS); of all splits: from sums on
+  write_state(sums + warp * 8 * HEAD_DIM, stats + warp * 16, state);
   __syncthreads();
-  float* mine = partials + (i64(blockIdx.y) * gridDim.x + blockIdx.x) * 8 * STATE_FLOATS;
-  for (int i = threadIdx.x; i < heads * HEAD_DIM; i += WARPS * WARP) {
-    const int h = i / HEAD_DIM, c = i % HEAD_DIM;
-    float peak, total;
-    mine[h * STATE_FLOATS + 2 + c] = merge(states + h * STATE_FLOATS, WARPS, 8 * STATE_FLOATS, c, peak, total);
-    if (c == 0) {
-      mine[h * STATE_FLOATS] = peak;
-      mine[h * STATE_FLOATS + 1] = total;
-    }
+  merge(sums, stats, WARPS, heads, weights, result, result_stats);
+  float* all_stats = partials + i64(gridDim.y) * gridDim.x * 8 * HEAD_DIM + i64(blockIdx.y) * gridDim.x * 16;
+  float* all_sums = partials + i64(blockIdx.y) * gridDim.x * 8 * HEAD_DIM;
+  float4* mine = reinterpret_cast<float4*>(all_sums + i64(blockIdx.x) * 8 * HEAD_DIM);
+  if (active > 1) {
+    for (int i = threadIdx.x; i < heads * HEAD_DIM / 4; i += WARPS * WARP)
+      mine[i] = reinterpret_cast<const float4*>(result)[i];
+    if (threadIdx.x < 16) all_stats[blockIdx.x * 16 + threadIdx.x] = result_stats[threadIdx.x];
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) is_last = atomicAdd(arrivals + blockIdx.y, 1) == active - 1;
+    __syncthreads();
+    if (!is_last) return;
+    __threadfence();
+    merge(all_sums, all_stats, active, heads, sums, result, result_stats);
   }
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) is_last = atomicAdd(arrivals + blockIdx.y, 1) == active - 1;
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
-  const float* all = partials + i64(blockIdx.y) * gridDim.x * 8 * STATE_FLOATS;
-  float* result = reinterpret_cast<float*>(rings);  // (8, HEAD_DIM)
-  for (int i = threadIdx.x; i < heads * HEAD_DIM; i += WARPS * WARP) {
-    const int h = i / HEAD_DIM, c = i % HEAD_DIM;
-    float peak, total;
-    const float sum = merge(all + h * STATE_FLOATS, active, 8 * STATE_FLOATS, c, peak, total);
-    result[i] = sum / total;
-  }
+  for (int i = threadIdx.x; i < heads * HEAD_DIM; i += WARPS * WARP) result[i] /= result_stats[2 * (i / HEAD_DIM) + 1];
   __syncthreads();
 #if V_HADAMARD > 0
   for (int bit = 1; bit < V_HADAMARD; bit *= 2) {

@@ -1,4 +1,4 @@
-"""Which variant of the decode attention kernel reads a layer: -D options from the layer's settings."""
+"""Which variant of the decode attention kernel reads a layer: -D options from its settings."""
 
 from __future__ import annotations
 
@@ -72,8 +72,10 @@ def stage_bytes(defines: dict[str, Any]) -> int:
     return exact if defines["K_CODEC"] == DENSE else max(exact, defines["RUN_BYTES"])
 
 
-def shared_bytes(defines: dict[str, Any], warps: int, stages: int) -> int:
-    """Dynamic shared memory of a CTA: queries, then rings, or states of the warps to be merged."""
+def shared_bytes(defines: dict[str, Any], warps: int, stages: int, splits: int) -> int:
+    """Dynamic shared memory of a CTA: queries, then rings, or what is merged after them."""
     dim = defines["HEAD_DIM"]
-    states = warps * QUERY_HEADS * (dim + 2) * 4
-    return QUERY_HEADS * dim * 4 + max(warps * stages * stage_bytes(defines), states)
+    result = warps * 16 + 16 + QUERY_HEADS * dim  # statistics, and one state
+    merged = max(warps * QUERY_HEADS * (dim + 1), QUERY_HEADS * splits)
+    rings = warps * stages * stage_bytes(defines)
+    return QUERY_HEADS * dim * 4 + max(rings, (result + merged) * 4)

@@ -63,7 +63,7 @@ def attend_both(
     module.launch(
         "attend", (splits, rows), (WARPS * 32,), q, view.settings, lengths,
         scale * np.log2(np.e), group, window or 0, partials, arrivals, out,
-        shared=shared_bytes(defines, WARPS, STAGES),
+        shared=shared_bytes(defines, WARPS, STAGES, splits),
     )  # fmt: skip
     assert not arrivals.any()
     return out, expected
