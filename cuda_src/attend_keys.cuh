@@ -88,57 +88,69 @@ KVRT_INLINE void scores_by_channel(float (&scores)[4][4], const u8* run, const Q
   }
 }
 #else
+// Add one plane's sums over the channels of group g, of which the tiles START ... are a part, to scores.
+//
+// LOW, HIGH: whether the group has channels of the low half, of the high half of the head.
+template <int BITS, bool LOW, bool HIGH>
+KVRT_INLINE void add_group(float (&scores)[4][4], const u8* codes, const u16* scales, const Query& query, int start,
+                           int g, float weight, bool shifted) {
+  using P = Plane<BITS>;
+  constexpr int COUNT = LOW && HIGH ? TILES : K_GROUP / 8;
+  const int row = threadIdx.x % WARP / 4;
+  float sums[4][4], total[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[j][i] = 0;
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    const int s = start + i;
+    const u32 low = LOW ? query.low[s] : 0, high = HIGH ? query.high[s] : 0;
+    if (shifted) ptx::mma_half(total, ONES, ONES, ONES, ONES, low, high);
+    add_codes<BITS, 0, 4>(sums, codes, s, scale_half2(low, P::low_columns(s)), scale_half2(high, P::high_columns(s)));
+  }
+  ptx::keep_order();
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    float sum[4] = {0, 0, 0, 0};
+    add_weighted<BITS>(sum, sums[j], weight);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int place = g * 64 + 16 * j + 8 * r + row;
+      const u16 bits = scales[place];
+      const float scale = ptx::half_to_float(K_MODE == 2 ? bits & 0x7FFF : bits);
+      const bool has_minimum = K_CODEC == 1 && (K_MODE == 0 || (K_MODE == 2 && bits >> 15));
+      const float shift = has_minimum ? ptx::half_to_float(scales[K_GROUPS * 64 + place]) : -K_MIDDLE * scale;
+      scores[j][2 * r] += sum[2 * r] * scale + total[0] * shift;
+      scores[j][2 * r + 1] += sum[2 * r + 1] * scale + total[1] * shift;
+    }
+  }
+  ptx::keep_order();
+}
+
 // Scales go with tokens: each group of channels has its own sums, which are scaled when it is complete.
 KVRT_INLINE void scores_by_token(float (&scores)[4][4], const u8* run, const Query& query) {
-  constexpr bool ONE_GROUP = K_GROUPS == 1;
-  constexpr int TILES_A_GROUP = ONE_GROUP ? TILES : K_GROUP / 8;
-  const int row = threadIdx.x % WARP / 4;
-  const u8* codes = run + K_CODES_OFFSET;
+  const u8 *codes = run + K_CODES_OFFSET, *top = codes + Plane<2>::BYTES;
   const u16* scales = reinterpret_cast<const u16*>(run + K_META_OFFSET);
 #pragma unroll
   for (int j = 0; j < 4; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i) scores[j][i] = 0;
+  if constexpr (K_GROUPS == 1) {
+    add_group<K_LOW_BITS, true, true>(scores, codes, scales, query, 0, 0, FROM_SUBNORMAL, true);
+    if constexpr (K_BITS == 3) add_group<1, true, true>(scores, top, scales, query, 0, 0, 4 * FROM_SUBNORMAL, false);
+  } else {
 #pragma unroll
-  for (int start = 0; start < TILES; start += TILES_A_GROUP)
-#pragma unroll
-    for (int half = 0; half < (ONE_GROUP ? 1 : 2); ++half) {
-      const int g = (half * HALF + 8 * start) / K_GROUP;
-      float low_sums[4][4], high_sums[4][4], total[4] = {0, 0, 0, 0};
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) low_sums[j][i] = high_sums[j][i] = 0;
-#pragma unroll
-      for (int s = start; s < start + TILES_A_GROUP; ++s) {
-        const u32 low = ONE_GROUP || half == 0 ? query.low[s] : 0, high = ONE_GROUP || half == 1 ? query.high[s] : 0;
-        ptx::mma_half(total, ONES, ONES, ONES, ONES, low, high);
-        using P = Plane<K_LOW_BITS>;
-        add_codes<K_LOW_BITS, 0, 4>(low_sums, codes, s, scale_half2(low, P::low_columns(s)),
-                                    scale_half2(high, P::high_columns(s)));
-        if (K_BITS == 3) {
-          using H = Plane<1>;
-          add_codes<1, 0, 4>(high_sums, codes + Plane<2>::BYTES, s, scale_half2(low, H::low_columns(s)),
-                             scale_half2(high, H::high_columns(s)));
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float sum[4] = {0, 0, 0, 0};
-        add_weighted<K_LOW_BITS>(sum, low_sums[j], FROM_SUBNORMAL);
-        if (K_BITS == 3) add_weighted<1>(sum, high_sums[j], 4 * FROM_SUBNORMAL);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int place = g * 64 + 16 * j + 8 * r + row;
-          const u16 bits = scales[place];
-          const float scale = ptx::half_to_float(K_MODE == 2 ? bits & 0x7FFF : bits);
-          const bool has_minimum = K_CODEC == 1 && (K_MODE == 0 || (K_MODE == 2 && bits >> 15));
-          const float shift = has_minimum ? ptx::half_to_float(scales[K_GROUPS * 64 + place]) : -K_MIDDLE * scale;
-          scores[j][2 * r] += sum[2 * r] * scale + total[0] * shift;
-          scores[j][2 * r + 1] += sum[2 * r + 1] * scale + total[1] * shift;
-        }
+    for (int i = 0; i < K_GROUPS / 2; ++i) {
+      const int start = i * (K_GROUP / 8), high = K_GROUPS / 2 + i;
+      add_group<K_LOW_BITS, true, false>(scores, codes, scales, query, start, i, FROM_SUBNORMAL, true);
+      add_group<K_LOW_BITS, false, true>(scores, codes, scales, query, start, high, FROM_SUBNORMAL, true);
+      if constexpr (K_BITS == 3) {
+        add_group<1, true, false>(scores, top, scales, query, start, i, 4 * FROM_SUBNORMAL, false);
+        add_group<1, false, true>(scores, top, scales, query, start, high, 4 * FROM_SUBNORMAL, false);
       }
     }
+  }
 }
 #endif
 #endif

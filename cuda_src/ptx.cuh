@@ -130,6 +130,8 @@ template <int N>
 KVRT_INLINE void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
+// Loads that come after it in the source are not begun before it: they would take registers.
+KVRT_INLINE void keep_order() { asm volatile("" ::: "memory"); }
 // 16 bytes that are read once.
 KVRT_INLINE uint4 load_stream(const void* place) {
   uint4 v;

@@ -15,6 +15,12 @@ DENSE, INTQ, BLOCK, FP8, NUQ = range(5)
 QUERY_HEADS = 8
 """Query heads of one CTA; larger groups take several."""
 
+WARPS, STAGES = 8, 2
+"""Of a CTA, and of a warp's ring; one CTA on a multiprocessor (measured best from 8k to 128k)."""
+
+_SHARED = 220 * 1024
+"""Bytes of shared memory that a CTA may take."""
+
 
 def attend_defines(settings: Sequence[int]) -> dict[str, Any]:
     """Names and values for the compiler, from settings (LAYER_SETTINGS,).
@@ -79,3 +85,12 @@ def shared_bytes(defines: dict[str, Any], warps: int, stages: int, splits: int) 
     merged = max(warps * QUERY_HEADS * (dim + 1), QUERY_HEADS * splits)
     rings = warps * stages * stage_bytes(defines)
     return QUERY_HEADS * dim * 4 + max(rings, (result + merged) * 4)
+
+
+def compiled(settings: Sequence[int]) -> dict[str, Any]:
+    """All -D options that a layer's kernel is compiled with: `attend_defines` and its shape."""
+    defines = attend_defines(settings)
+    warps = WARPS
+    while warps > 1 and shared_bytes(defines, warps, STAGES, 1) > _SHARED:
+        warps -= 1
+    return {**defines, "WARPS": warps, "STAGES": STAGES, "CTAS_AN_SM": 1}

@@ -17,7 +17,8 @@ _KERNEL = re.compile(
     r'extern "C" __global__ void\s+(?:__launch_bounds__\((?:[^()]|\([^()]*\))*\)\s*)?'
     r"(\w+)\(([^)]*)\)\s*{"
 )
-_COMMENT = re.compile(r"//[^\n]*")
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_ENTRY = re.compile(r"\b__global__\b")
 
 _NUMBERS: dict[str, type[np.generic]] = {
     "int": np.int32,
@@ -27,6 +28,14 @@ _NUMBERS: dict[str, type[np.generic]] = {
     "float": np.float32,
 }
 
+_ALIGNMENTS = {"u16": 2, "int": 4, "u32": 4, "float": 4, "i64": 8, "u64": 8, "uint2": 8} | {
+    "float2": 8,
+    "uint4": 16,
+    "int4": 16,
+    "float4": 16,
+}
+"""Bytes that an address must be a multiple of, by what it points to; 1 for what is not here."""
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -34,21 +43,38 @@ class Parameter:
 
     name: str
     number: type[np.generic] | None
+    alignment: int = 1
 
     def convert(self, kernel: str, value: Any) -> np.generic:
         """A value as the kernel takes it; pointers are addresses. Raises KernelError."""
+        whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
         if self.number is None:
-            if isinstance(value, int | np.integer) and value >= 0:
-                return np.uint64(value)
-            raise KernelError(f"{kernel}: {self.name} must be an address, got {value!r}")
+            if not whole or not 0 <= value < 1 << 64:
+                raise KernelError(f"{kernel}: {self.name} must be an address, got {_shown(value)}")
+            if value % self.alignment:
+                raise KernelError(
+                    f"{kernel}: {self.name} must be aligned to {self.alignment} bytes, "
+                    f"got address {value:#x}"
+                )
+            return np.uint64(value)
         if self.number is np.float32:
-            if isinstance(value, int | float | np.number):
+            if whole or isinstance(value, float | np.floating):
                 return np.float32(value)
-        elif isinstance(value, int | np.integer) and not isinstance(value, bool):
+        elif whole:
             limits = np.iinfo(self.number)  # type: ignore[type-var]
             if limits.min <= value <= limits.max:
                 return self.number(value)
-        raise KernelError(f"{kernel}: {self.name} must be {self.number.__name__}, got {value!r}")
+        raise KernelError(
+            f"{kernel}: {self.name} must be {self.number.__name__}, got {_shown(value)}"
+        )
+
+
+def _shown(value: Any) -> str:
+    """A value in one short line."""
+    if hasattr(value, "shape") and hasattr(value, "dtype") and value.shape:
+        return f"an array {value.dtype} of {value.shape}"
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else f"a {type(value).__name__}"
 
 
 @dataclass(frozen=True)
@@ -67,20 +93,34 @@ class Signature:
         return [p.convert(self.name, v) for p, v in zip(self.parameters, values, strict=True)]
 
 
-def _parameter(text: str) -> Parameter:
-    words = text.replace("__restrict__", " ").replace("*", " * ").split()
-    if "*" in words:
-        return Parameter(words[-1], None)
-    kind, name = [word for word in words if word != "const"]
-    return Parameter(name, _NUMBERS[kind])
+def _parameter(kernel: str, text: str) -> Parameter:
+    words = [w for w in text.replace("*", " * ").split() if w not in ("const", "__restrict__")]
+    match words:
+        case [kind, "*", name]:
+            return Parameter(name, None, _ALIGNMENTS.get(kind, 1))
+        case [kind, name] if kind in _NUMBERS:
+            return Parameter(name, _NUMBERS[kind])
+    raise KernelError(
+        f"{kernel}: parameter `{' '.join(text.split())}` is not a pointer or one of "
+        f"{', '.join(_NUMBERS)}"
+    )
 
 
 def signatures(source: str) -> Mapping[str, Signature]:
-    """The kernels of a source text, by name."""
+    """The kernels of a source text, by name.
+
+    Raises KernelError where one is not written as all others are.
+    """
+    text = _COMMENT.sub("", source)
     found = {}
-    for name, parameters in _KERNEL.findall(_COMMENT.sub("", source)):
+    for name, parameters in _KERNEL.findall(text):
         parts = [part for part in parameters.split(",") if part.strip()]
-        found[name] = Signature(name, tuple(_parameter(part) for part in parts))
+        found[name] = Signature(name, tuple(_parameter(name, part) for part in parts))
+    if len(found) != len(_ENTRY.findall(text)):
+        raise KernelError(
+            'a kernel is not written as `extern "C" __global__ void name(...) {`, or a name is '
+            f"used twice; what was read: {', '.join(found) or 'nothing'}"
+        )
     return found
 
 
@@ -91,7 +131,7 @@ def read_signatures(path: Path) -> Mapping[str, Signature]:
 
 def view_defines() -> dict[str, int]:
     """The names of `view` for a CUDA compiler's -D options: VIEW_HEADS, VIEW_DIM, ..."""
-    names = (
+    names = (  # noqa: SIM905, a list of them is longer
         "LAYER_SETTINGS HEADS DIM KEY_KIND VALUE_KIND SINK_ROWS TAIL_ROWS SINK_KEYS SINK_VALUES "
         "TAIL_KEYS TAIL_VALUES LAYER_OFFSET RUN_BYTES SHARED_OFFSET FORM KEY_HADAMARD "
         "VALUE_HADAMARD KEY_BIAS TURNS KEY_NORM KEY_SIDE VALUE_SIDE CODEC CODES META SHARED OWN "

@@ -4,7 +4,7 @@ What does not change is a row of integers for each layer, (LAYER_SETTINGS,) i64,
 a structure, so to say, whose members are named below. What changes is the `Extent`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 LAYER_SETTINGS = 64
@@ -59,6 +59,20 @@ class Extent:
     tail_slot: int = 0
     table_address: int = 0
     bases_address: int = 0
+    mirror: Any = field(default=None, compare=False, repr=False)
+    """Where a backend keeps what it made of the numbers for its device."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """All six, in order."""
+        return (
+            self.sinks,
+            self.pages,
+            self.tail_tokens,
+            self.tail_slot,
+            self.table_address,
+            self.bases_address,
+        )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from kvrt.cuda_src import SOURCE_DIR
 
 HERE = Path(__file__).resolve().parent
 COMPILER = shutil.which("g++")
-_FLAGS = ("-std=c++20", "-O2", "-shared", "-fPIC", "-ffp-contract=off", "-w", "-x", "c++")
+_FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-w", "-x", "c++")
 
 
 class _Launch(ctypes.Structure):

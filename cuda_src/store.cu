@@ -1,0 +1,170 @@
+// Kernels that move tokens into and out of a store. Twins of kvrt/backends/cpu_store.py and of the codecs: what they
+// write is equal byte for byte (compiled with -fmad=false; what is rounded once says fmaf).
+//
+// `layer` is a layer's settings (kvrt/backends/view.py), `pages` the page table. All formats are chosen at run time.
+#include "codecs.cuh"
+
+// Butterflies of one row in shared memory by one warp; its own inverse.
+KVRT_INLINE void hadamard(float* x, int dim, int block) {
+  for (int half = 1; half < block; half *= 2) {
+    for (int i = threadIdx.x % WARP; i < dim / (2 * half) * half; i += WARP) {
+      float *low = x + i / half * 2 * half + i % half, *high = low + half;
+      const float a = *low, b = *high;
+      *low = a + b;
+      *high = a - b;
+    }
+    __syncwarp();
+  }
+  const float factor = __fdiv_rn(1.0f, __fsqrt_rn(float(block)));
+  for (int i = threadIdx.x % WARP; i < dim; i += WARP) x[i] *= factor;
+  __syncwarp();
+}
+
+// Rotate the pairs (i, i + half) of a row; way is 1, or -1 for backwards.
+KVRT_INLINE void turn(float* x, int half, const float* angles, float way) {
+  for (int i = threadIdx.x % WARP; i < half; i += WARP) {
+    const float a = x[i], b = x[half + i], cos = angles[i], sin = way * angles[half + i];
+    x[i] = a * cos - b * sin;
+    x[half + i] = b * cos + a * sin;
+  }
+  __syncwarp();
+}
+
+// x += sign * bias, rotated by `angles` if there are any.
+KVRT_INLINE void add_bias(float* x, int dim, const float* bias, const float* angles, float sign) {
+  const int half = dim / 2, lane = threadIdx.x % WARP;
+  if (angles) {
+    for (int i = lane; i < half; i += WARP) {
+      const float a = bias[i], b = bias[half + i], cos = angles[i], sin = angles[half + i];
+      x[i] += sign * (a * cos - b * sin);
+      x[half + i] += sign * (b * cos + a * sin);
+    }
+  } else {
+    for (int i = lane; i < dim; i += WARP) x[i] += sign * bias[i];
+  }
+  __syncwarp();
+}
+
+// Keys or values (n, heads, dim) f32 in place, from the model's basis into the store's.
+//
+// Inwards: hold to +-1e30, rotate backwards by `turns`, leave out `bias` (heads, dim) rotated by `bias_turns`, Hadamard
+// transform in blocks. Outwards: all of it undone. turns, bias_turns (n, 2, dim / 2) f32 hold cos and sin for each
+// token; each of the steps is left out where its address or block is 0.
+// Grid (n, heads / warps, up), one warp a row, dim floats of shared memory a warp.
+extern "C" __global__ void change_basis(float* rows, int heads, int dim, int inwards, const float* turns,
+                                        const float* bias, const float* bias_turns, int block) {
+  KVRT_DYNAMIC_SHARED(memory);
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const i64 token = blockIdx.x;
+  const int head = blockIdx.y * (blockDim.x / WARP) + warp;
+  if (head >= heads) return;
+  float* row = rows + (token * heads + head) * dim;
+  float* x = reinterpret_cast<float*>(memory) + warp * dim;
+  const int angles = dim / 2 * 2;  // of a token
+  for (int i = lane; i < dim; i += WARP) {
+    float value = row[i];
+    if (inwards) {
+      // The difference of two infinities would be a NaN.
+      value = value > 1e30f ? 1e30f : value;
+      value = value < -1e30f ? -1e30f : value;
+    }
+    x[i] = value;
+  }
+  __syncwarp();
+  if (block && !inwards) hadamard(x, dim, block);
+  if (turns && inwards) turn(x, dim / 2, turns + token * angles, -1.0f);
+  if (bias) {
+    const float* own = bias_turns ? bias_turns + token * angles : nullptr;
+    add_bias(x, dim, bias + i64(head) * dim, own, inwards ? -1.0f : 1.0f);
+  }
+  if (turns && !inwards) turn(x, dim / 2, turns + token * angles, 1.0f);
+  if (block && inwards) hadamard(x, dim, block);
+  for (int i = lane; i < dim; i += WARP) row[i] = x[i];
+}
+
+// Where a slot of the tail, or of the sinks, has its row of one head; `kind` is set to that of its floats.
+KVRT_INLINE u8* exact_row(const i64* layer, int is_value, int sink, i64 slot, int head, int* kind) {
+  const i64 rows = layer[sink ? VIEW_SINK_ROWS : VIEW_TAIL_ROWS];
+  const int keys = sink ? VIEW_SINK_KEYS : VIEW_TAIL_KEYS, values = sink ? VIEW_SINK_VALUES : VIEW_TAIL_VALUES;
+  *kind = int(layer[is_value ? VIEW_VALUE_KIND : VIEW_KEY_KIND]);
+  return reinterpret_cast<u8*>(layer[is_value ? values : keys]) +
+         (head * rows + slot % rows) * layer[VIEW_DIM] * kind_bytes(*kind);
+}
+
+// Store keys, values (n, heads, dim) f32 at slots slot, ... of the tail, or of the sinks. Grid (n, heads).
+extern "C" __global__ void append(const i64* layer, const float* keys, const float* values, int slot, int sink) {
+  const int heads = int(layer[VIEW_HEADS]), dim = int(layer[VIEW_DIM]), head = blockIdx.y;
+  const i64 row = (i64(blockIdx.x) * heads + head) * dim;
+  int key_kind, value_kind;
+  u8* key_row = exact_row(layer, 0, sink, i64(slot) + blockIdx.x, head, &key_kind);
+  u8* value_row = exact_row(layer, 1, sink, i64(slot) + blockIdx.x, head, &value_kind);
+  for (int i = threadIdx.x; i < dim; i += blockDim.x) {
+    store_number(key_row, key_kind, i, keys[row + i]);
+    store_number(value_row, value_kind, i, values[row + i]);
+  }
+}
+
+// target (n, heads, dim) f32 = slots slot, slot + 1, ... of the tail, or of the sinks. Grid (n, heads).
+extern "C" __global__ void recall(const i64* layer, int is_value, int slot, int sink, float* target) {
+  const int heads = int(layer[VIEW_HEADS]), dim = int(layer[VIEW_DIM]), head = blockIdx.y;
+  int kind;
+  const u8* row = exact_row(layer, is_value, sink, i64(slot) + blockIdx.x, head, &kind);
+  float* out = target + (i64(blockIdx.x) * heads + head) * dim;
+  for (int i = threadIdx.x; i < dim; i += blockDim.x) out[i] = load_number(row, kind, i);
+}
+
+// rows (n, width) f32 in place = what they are once stored as floats of a kind. Grid (n).
+extern "C" __global__ void round_rows(float* rows, int width, int kind) {
+  float* row = rows + i64(blockIdx.x) * width;
+  for (int i = threadIdx.x; i < width; i += blockDim.x) row[i] = rounded(row[i], kind);
+}
+
+KVRT_INLINE Part part_of(const i64* layer, int is_value, const i64* pages, int page, int head) {
+  const i64* side = layer + (is_value ? VIEW_VALUE_SIDE : VIEW_KEY_SIDE);
+  u8* base = reinterpret_cast<u8*>(pages[page] + layer[VIEW_LAYER_OFFSET]);
+  u8* shared = base + layer[VIEW_SHARED_OFFSET] + side[VIEW_SHARED];
+  return {side, is_value, head, int(layer[VIEW_HEADS]), base + head * layer[VIEW_RUN_BYTES], shared};
+}
+
+// Let the codec of one side look at all heads of page first_page + blockIdx.x, before `seal`; it writes measured state
+// (where `first`) and what heads share. Tokens are where `seal` takes them from.
+// Grid (pages, any number of blocks that share a page's heads or tokens), THREADS.
+extern "C" __global__ void __launch_bounds__(256, 4)
+survey(const i64* layer, int is_value, const i64* pages, int first_page, int first, int tail_first, int tail_slot,
+       const float* fresh, int new_start, int new_tokens) {
+  const int page = first_page + blockIdx.x;
+  const Source source(layer, is_value, page, tail_first, tail_slot, fresh, new_start);
+  survey_page(part_of(layer, is_value, pages, page, 0), source, first);
+}
+
+// Encode one side of page first_page + item / heads, head item % heads; item is blockIdx.x.
+//
+// Tokens from position new_start on are in fresh (new_tokens, heads, dim) f32, older ones in the ring, where position
+// tail_first has slot tail_slot. Grid (pages * heads), THREADS; shared memory 64 * (dim + 1) floats, dense sides 0.
+extern "C" __global__ void __launch_bounds__(256, 4)
+seal(const i64* layer, int is_value, const i64* pages, int first_page, int tail_first, int tail_slot,
+     const float* fresh, int new_start, int new_tokens) {
+  KVRT_DYNAMIC_SHARED(memory);
+  const int heads = int(layer[VIEW_HEADS]), page = first_page + int(blockIdx.x) / heads;
+  const Source source(layer, is_value, page, tail_first, tail_slot, fresh, new_start);
+  const Part part = part_of(layer, is_value, pages, page, int(blockIdx.x) % heads);
+  encode(part, source, Tile{reinterpret_cast<float*>(memory), source.dim});
+}
+
+// Decode one side of whole pages into out (pages * 64, heads, dim) f32, in the store's basis; keys of `norm` are
+// multiplied by their factors. Grid (pages * heads), THREADS; shared memory as for `seal`.
+extern "C" __global__ void __launch_bounds__(256, 4)
+gather(const i64* layer, int is_value, const i64* pages, int first_page, float* out) {
+  KVRT_DYNAMIC_SHARED(memory);
+  const int heads = int(layer[VIEW_HEADS]), dim = int(layer[VIEW_DIM]);
+  const int page = int(blockIdx.x) / heads, head = int(blockIdx.x) % heads;
+  const Part part = part_of(layer, is_value, pages, first_page + page, head);
+  const Tile tile{reinterpret_cast<float*>(memory), dim};
+  const bool dense = part.side[VIEW_CODEC] == DENSE;
+  if (!dense) decode(part, tile);
+  const float* factors = is_value ? nullptr : reinterpret_cast<const float*>(layer[VIEW_KEY_NORM]);
+  each_number(dim, [&](int t, int c) {
+    const float x = dense ? dense_number(part, dim, t, c) : tile.at(t, c);
+    out[((i64(page) * PAGE_TOKENS + t) * heads + head) * dim + c] = factors ? x * factors[i64(head) * dim + c] : x;
+  });
+}

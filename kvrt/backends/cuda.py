@@ -1,0 +1,198 @@
+"""The CUDA backend: our kernels for decode and the cache, cuBLAS for the projections of prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import KernelError
+from .cpu_math import F32, KINDS
+from .cuda_cache import CacheKernels, Device
+from .ops import Array, Linear, Matrix, RandomMatrix
+
+_THREADS = 256
+"""Of a block."""
+
+_SHARED = 200 * 1024
+"""Bytes of a multiprocessor's shared memory that the inputs of its projections may take."""
+
+_DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
+
+
+class CudaOps(CacheKernels):
+    """`Ops` on arrays of a GPU. See the protocol for shapes."""
+
+    name = "cuda"
+    threads = 1
+
+    def __init__(self, device: Device):
+        self.device = device
+        self._buffers: dict[str, Array] = {}
+
+    @property
+    def device_name(self) -> str:
+        return self.device.label
+
+    @property
+    def hardware(self) -> str:
+        return self.device.name
+
+    @property
+    def build(self) -> str:
+        return self.device.build
+
+    # Arrays
+
+    def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
+        return self.device.xp.empty(shape, dtype)
+
+    def to_device(self, array: np.ndarray) -> Array:
+        return self.device.xp.ascontiguousarray(self.device.xp.asarray(array))
+
+    def to_host(self, array: Array) -> np.ndarray:
+        return self.device.to_host(array)
+
+    def address(self, array: Array) -> int:
+        return self.device.address(array)
+
+    def _scratch(self, use: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        size = int(np.prod(shape))
+        held = self._buffers.get(use)
+        if held is None or held.size < size:
+            # Zeros: what counts arrivals begins with none.
+            held = self._buffers[use] = self.device.xp.zeros(size, dtype)
+        return held[:size].reshape(shape)
+
+    def matrix(self, array: np.ndarray | RandomMatrix) -> Matrix:
+        dtype, shape = array.dtype, array.shape
+        if len(shape) != 2 or dtype not in KINDS:
+            raise KernelError(
+                f"a weight matrix must be (rows, cols), f32, f16 or bf16; got {shape} {dtype}"
+            )
+        rows, cols = shape
+        if isinstance(array, RandomMatrix):
+            held = self.empty(shape, dtype)
+            low, high = array.seed & 0xFFFFFFFF, array.seed >> 32 & 0xFFFFFFFF
+            self._strided(
+                "random_rows", rows * cols, held, KINDS[dtype], rows * cols, low, high, array.scale
+            )
+        else:
+            held = self.to_device(array)
+        return Matrix(held, self.address(held), KINDS[dtype], rows, cols)
+
+    # Memory
+
+    def reset_peak(self) -> bool:
+        return self.device.reset_peak()
+
+    def peak_bytes(self) -> int:
+        return self.device.peak_bytes()
+
+    def read_bandwidth(self) -> float:
+        return self.device.read_bandwidth()
+
+    # Decoder
+
+    def _rows(self, kernel: str, rows: int, *arguments: Any) -> None:
+        """Launch a kernel of layers.cu with a block for each row."""
+        self.device.module("layers.cu").launch(kernel, (rows,), (_THREADS,), *arguments)
+
+    def _strided(self, kernel: str, items: int, *arguments: Any) -> None:
+        """Launch a kernel of layers.cu whose threads take every so-manieth item."""
+        blocks = min(-(-items // _THREADS), 8 * self.device.multiprocessors)
+        self._rows(kernel, max(blocks, 1), *arguments)
+
+    def embed(self, table: Matrix, token_ids: np.ndarray) -> Array:
+        ids = self.to_device(np.ascontiguousarray(token_ids, np.int64))  # (n,)
+        out = self.empty((len(ids), table.cols))
+        self._rows("embed", len(ids), ids, table.address, table.kind, table.cols, out)
+        return out
+
+    def rmsnorm(self, x: Array, weight: Array, eps: float, out: Array) -> None:
+        size = x.shape[-1]
+        if weight.shape != (size,) or out.shape != x.shape:
+            raise KernelError(f"rmsnorm: x {x.shape}, weight {weight.shape}, out {out.shape}")
+        self._rows("rmsnorm", x.size // size, x, weight, size, eps, out)
+
+    def rope(self, x: Array, cos: Array, sin: Array) -> None:
+        n, heads, dim = x.shape
+        if cos.shape != (n, dim // 2) or sin.shape != cos.shape:
+            raise KernelError(f"rope: x {x.shape}, cos {cos.shape}, sin {sin.shape}")
+        self._rows("rope", n, x, heads, dim, cos, sin)
+
+    def linear_add(self, x: Array, layer: Linear, out: Array) -> None:
+        self.linear(x, (layer,), (out,), add=True)
+
+    def linear(
+        self, x: Array, layers: Sequence[Linear], outs: Sequence[Array], add: bool = False
+    ) -> None:
+        n, cols = x.shape
+        for layer, out in zip(layers, outs, strict=True):
+            if layer.weight.cols != cols or out.shape != (n, layer.weight.rows):
+                raise KernelError(
+                    f"linear: x {x.shape}, weight ({layer.weight.rows}, {layer.weight.cols}), "
+                    f"out {out.shape}"
+                )
+        kinds = {layer.weight.kind for layer in layers}
+        if n > 1:
+            narrow = {kind: self._narrowed(x, kind) for kind in kinds}
+            for layer, out in zip(layers, outs, strict=True):
+                self._multiply(narrow[layer.weight.kind], layer, out, add)
+        elif len(kinds) > 1:
+            for layer, out in zip(layers, outs, strict=True):
+                self.linear(x, (layer,), (out,), add)
+        else:
+            arguments: list[Any] = []
+            for layer, out in zip(layers, outs, strict=True):
+                bias = 0 if layer.bias is None else layer.bias
+                arguments += (layer.weight.address, layer.weight.rows, bias, out)
+            arguments += [0] * (12 - len(arguments))
+            rows = sum(layer.weight.rows for layer in layers)
+            self._project(
+                "linear", kinds.pop(), -(-rows // 2), x, cols, 0, 0.0, int(add), *arguments
+            )
+
+    def swiglu(self, x: Array, gate: Linear, up: Linear, out: Array) -> None:
+        n, rows = x.shape[0], gate.weight.rows
+        shapes = {(layer.weight.rows, layer.weight.cols) for layer in (gate, up)}
+        if shapes != {(rows, x.shape[1])} or out.shape != (n, rows):
+            raise KernelError(f"swiglu: x {x.shape}, weights {sorted(shapes)}, out {out.shape}")
+        if n > 1 or gate.weight.kind != up.weight.kind:
+            raised = self._scratch("raised", (n, rows), np.float32)
+            self.linear(x, (gate, up), (out, raised))
+            self._strided("silu_mul", n * rows, out, raised, n * rows)
+            return
+        biases = [0 if layer.bias is None else layer.bias for layer in (gate, up)]
+        self._project(
+            "swiglu", gate.weight.kind, rows, x, x.shape[1], 0, 0.0, gate.weight.address,
+            biases[0], up.weight.address, biases[1], rows, out,
+        )  # fmt: skip
+
+    def _project(self, kernel: str, kind: int, tasks: int, x: Array, cols: int, *rest: Any) -> None:
+        """Launch a kernel of gemv.cu over so many tasks, one for a warp at a time."""
+        shared = -(-cols // 256) * 256 * 4
+        resident = max(min(3, _SHARED // shared), 1)
+        blocks = min(-(-tasks // (_THREADS // 32)), self.device.multiprocessors * resident)
+        module = self.device.module("gemv.cu", {"KIND": kind})
+        module.launch(kernel, (blocks,), (_THREADS,), x, cols, *rest, shared=shared)
+
+    # Many tokens
+
+    def narrow(self, rows: Array, out: Array, kind: int) -> None:
+        self._strided("narrow", -(-rows.size // 4), rows, rows.size, kind, out)
+
+    def _narrowed(self, x: Array, kind: int) -> Array:
+        """x (n, cols) f32 as the floats of a weight."""
+        if kind == F32:
+            return x
+        out = self._scratch("narrowed", x.shape, _DTYPES[kind])
+        self.narrow(x, out, kind)
+        return out
+
+    def _multiply(self, x: Array, layer: Linear, out: Array, add: bool) -> None:
+        """out (n, rows) f32 = (or +=) x (n, cols) times a weight, summed up in f32, by cuBLAS."""
+        self.device.matmul(x, layer.weight.array, out, add)
+        if layer.bias is not None:
+            self._strided("add_bias", out.size, out, layer.bias, out.size, out.shape[1])

@@ -1,0 +1,216 @@
+"""The CUDA backend's half that knows the cache: its basis, append, seal, gather, attention."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..errors import KernelError
+from .attend_variant import QUERY_HEADS, compiled, shared_bytes
+from .cpu_math import F16, KINDS
+from .ops import PAGE_TOKENS, Array
+from .view import Extent, PageView
+
+_THREADS = 256
+"""Of a block of the store's kernels, as store.cu has it."""
+
+_PREFILL_ROWS = 128
+"""Queries of a block of prefill attention."""
+
+_LOG2_E = math.log2(math.e)
+
+
+class Device(Protocol):
+    """What kernels are launched on: `CudaDevice`, or an emulator."""
+
+    xp: Any  # CuPy, or NumPy
+    name: str
+    label: str  # for people
+    build: str
+    multiprocessors: int
+
+    def module(self, name: str, defines: Any = None) -> Any: ...
+    def to_host(self, array: Array) -> np.ndarray: ...
+    def address(self, array: Array) -> int: ...
+    def reset_peak(self) -> bool: ...
+    def peak_bytes(self) -> int: ...
+    def read_bandwidth(self) -> float: ...
+    def matmul(self, x: Array, weight: Array, out: Array, add: bool) -> None: ...
+
+
+@dataclass
+class _Mirror:
+    """An extent on the device: (6,) i64, and what it holds."""
+
+    array: Array
+    numbers: tuple[int, ...]
+
+
+@lru_cache(maxsize=512)
+def _variant(settings: bytes) -> dict[str, Any]:
+    """Options of the attention kernel for a layer's settings."""
+    return compiled(np.frombuffer(settings, np.int64).tolist())
+
+
+def prefill_geometry(dim: int) -> tuple[int, int]:
+    """Threads and bytes of shared memory of a block of prefill.cu, as its comments have them."""
+    pitch = 2 * dim + 16
+    keys = 48 if dim == 64 else 32 if 128 < dim < 176 else 64
+    tiles, queries = 4 * keys * pitch, _PREFILL_ROWS * pitch
+    return (128, tiles + queries) if dim < 176 else (256, max(tiles, queries))
+
+
+class CacheKernels:
+    """Kernels over a store's memory. Shapes are those of `Ops`."""
+
+    device: Device
+
+    def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
+        raise NotImplementedError
+
+    def to_device(self, array: np.ndarray) -> Array:
+        raise NotImplementedError
+
+    def _scratch(self, use: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        """An array that is the same from call to call, grown as needed."""
+        raise NotImplementedError
+
+    def _store(self, kernel: str, grid: tuple[int, ...], *arguments: Any, shared: int = 0) -> None:
+        self.device.module("store.cu").launch(kernel, grid, (_THREADS,), *arguments, shared=shared)
+
+    def change_basis(
+        self,
+        rows: Array,
+        inwards: bool,
+        *,
+        turns: Array | None = None,
+        bias: Array | None = None,
+        bias_turns: Array | None = None,
+        hadamard: int = 0,
+    ) -> None:
+        n, heads, dim = rows.shape
+        if not n:
+            return
+        warps = _THREADS // 32
+        angles = [0 if part is None else part for part in (turns, bias, bias_turns)]
+        self._store(
+            "change_basis", (n, -(-heads // warps)), rows, heads, dim, int(inwards), *angles,
+            hadamard, shared=warps * dim * 4,
+        )  # fmt: skip
+
+    def append(self, view: PageView, k: Array, v: Array, slot: int, sink: bool = False) -> None:
+        if len(k):
+            grid = (len(k), view.num_kv_heads)
+            self._store("append", grid, view.address, k, v, int(slot), int(sink))
+
+    def recall(
+        self, view: PageView, is_value: bool, slot: int, out: Array, sink: bool = False
+    ) -> None:
+        if len(out):
+            grid = (len(out), view.num_kv_heads)
+            self._store("recall", grid, view.address, int(is_value), int(slot), int(sink), out)
+
+    def round_rows(self, rows: Array, dtype: np.dtype) -> None:
+        if len(rows):
+            width = rows.size // len(rows)
+            self._store("round_rows", (len(rows),), rows, width, KINDS[dtype])
+
+    def seal(
+        self,
+        view: PageView,
+        first_page: int,
+        count: int,
+        new: tuple[Array, Array] | None,
+        new_start: int,
+        tail_first: int,
+        tail_slot: int,
+        measure: bool,
+    ) -> None:
+        heads, dim, table = view.num_kv_heads, view.head_dim, view.extent.table_address
+        for is_value, survey in enumerate(view.surveys):
+            fresh, tokens = (0, 0) if new is None else (new[is_value], len(new[is_value]))
+            source = (tail_first, tail_slot, fresh, new_start, tokens)
+            surveyed = {"never": 0, "first": int(measure), "every": count}[survey]
+            if surveyed:
+                self._store(
+                    "survey", (surveyed, PAGE_TOKENS // 8), view.address, is_value, table,
+                    first_page, int(measure), *source,
+                )  # fmt: skip
+            self._store(
+                "seal", (count * heads,), view.address, is_value, table, first_page, *source,
+                shared=PAGE_TOKENS * (dim + 1) * 4,
+            )  # fmt: skip
+
+    def gather(
+        self, view: PageView, is_value: bool, first_page: int, count: int, out: Array
+    ) -> None:
+        self._store(
+            "gather", (count * view.num_kv_heads,), view.address, int(is_value),
+            view.extent.table_address, first_page, out,
+            shared=PAGE_TOKENS * (view.head_dim + 1) * 4,
+        )  # fmt: skip
+
+    # Attention
+
+    def _lengths(self, extent: Extent) -> Array:
+        """The numbers of an extent on the device (6,) i64, as they are now."""
+        numbers, mirror = extent.numbers, extent.mirror
+        if mirror is None:
+            mirror = extent.mirror = _Mirror(self.to_device(np.array(numbers, np.int64)), numbers)
+        elif mirror.numbers != numbers:
+            mirror.array[...] = self.to_device(np.array(numbers, np.int64))
+            mirror.numbers = numbers
+        return mirror.array
+
+    def attend(
+        self, q: Array, view: PageView, scale: float, window: int | None, out: Array
+    ) -> None:
+        heads, dim = q.shape
+        kv_heads = view.num_kv_heads
+        group = heads // kv_heads
+        if dim != view.head_dim or group * kv_heads != heads or out.shape != q.shape:
+            raise KernelError(
+                f"attend: q {q.shape}, out {out.shape}, cache ({kv_heads} heads, {view.head_dim})"
+            )
+        defines = _variant(view.settings.tobytes())
+        warps, stages = defines["WARPS"], defines["STAGES"]
+        rows = kv_heads * -(-group // QUERY_HEADS)
+        splits = max(self.device.multiprocessors // rows, 1)
+        partials = self._scratch("partials", (rows * splits * QUERY_HEADS * (dim + 2),), np.float32)
+        arrivals = self._scratch("arrivals", (rows,), np.int32)
+        self.device.module("attend.cu", defines).launch(
+            "attend", (splits, rows), (warps * 32,), q, view.address, self._lengths(view.extent),
+            scale * _LOG2_E, group, window or 0, partials, arrivals, out,
+            shared=shared_bytes(defines, warps, stages, splits),
+        )  # fmt: skip
+
+    def attend_causal(
+        self, q: Array, keys: Array, values: Array, scale: float, window: int | None
+    ) -> None:
+        n, heads, dim = q.shape
+        total, kv_heads, _ = keys.shape
+        group = heads // kv_heads
+        shape = (total, kv_heads, dim)
+        if n > total or group * kv_heads != heads or not keys.shape == values.shape == shape:
+            raise KernelError(
+                f"attend_causal: q {q.shape}, keys {keys.shape}, values {values.shape}"
+            )
+        halves = []
+        for use, rows in (("queries", q), ("keys", keys), ("values", values)):
+            half = self._scratch(use, rows.shape, np.float16)
+            self.narrow(rows, half, F16)
+            halves.append(half)
+        threads, shared = prefill_geometry(dim)
+        row = kv_heads * dim
+        self.device.module("prefill.cu", {"HEAD_DIM": dim}).launch(
+            "prefill", (heads, -(-n // _PREFILL_ROWS)), (threads,), *halves, q, n, total, group,
+            window or 0, scale, heads * dim, row, dim, row, dim, heads * dim, shared=shared,
+        )  # fmt: skip
+
+    def narrow(self, rows: Array, out: Array, kind: int) -> None:
+        """out = rows f32 as 16-bit floats of a kind, held to their range."""
+        raise NotImplementedError

@@ -1,0 +1,53 @@
+"""The CUDA backend on the emulator: arrays are NumPy's, kernels run thread by thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kvrt.backends.cuda import CudaOps
+from tests.emulator import EmulatedModule
+
+
+class EmulatedDevice:
+    """What `CudaOps` launches on where there is no GPU."""
+
+    xp = np
+    name = "emulator"
+    label = "emulated GPU"
+    build = "emulator"
+    multiprocessors = 4
+
+    def __init__(self) -> None:
+        self._modules: dict[Any, EmulatedModule] = {}
+
+    def module(self, name: str, defines: Mapping[str, Any] | None = None) -> EmulatedModule:
+        key = (name, *sorted((defines or {}).items()))
+        if key not in self._modules:
+            self._modules[key] = EmulatedModule(name, defines)
+        return self._modules[key]
+
+    def to_host(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def address(self, array: np.ndarray) -> int:
+        return array.ctypes.data
+
+    def reset_peak(self) -> bool:
+        return True
+
+    def peak_bytes(self) -> int:
+        return 0
+
+    def read_bandwidth(self) -> float:
+        return 1e9
+
+    def matmul(self, x: np.ndarray, weight: np.ndarray, out: np.ndarray, add: bool) -> None:
+        product = x.astype(np.float32) @ weight.astype(np.float32).T  # (n, rows)
+        out[...] = out + product if add else product
+
+
+def emulated_ops() -> CudaOps:
+    return CudaOps(EmulatedDevice())

@@ -1,0 +1,54 @@
+"""A whole decoder on the CUDA backend, emulated, against the CPU's."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvrt.backends.cpu import CpuOps
+from kvrt.backends.ops import Ops
+from kvrt.kvstore import Geometry, KVSpec, KVStore
+from kvrt.models.decoder import Decoder
+from kvrt.models.families import expected_tensors, ignored_tensor
+from kvrt.weights import Weights
+from tests.emulator import COMPILER
+from tests.helpers.emulated_device import emulated_ops
+from tests.helpers.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="the emulator needs g++")
+
+PROMPT, STEPS = 90, 3
+
+# Activations of prefill and what attention multiplies are 16-bit floats.
+TOLERANCES = {"float16": 6e-3, "bfloat16": 4e-2}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "spec", "options"),
+    [
+        ("float16", "f16", {}),
+        ("float16", "kvrt4", {"attention_bias": False, "mlp_bias": True}),
+        ("bfloat16", "k=int8:channel:g64,v=int8:token:g32,window=1", {"tie": True}),
+    ],
+)
+def test_logits(
+    ops: CpuOps, tmp_path: Path, dtype: str, spec: str, options: dict[str, Any]
+) -> None:
+    config = write_tiny_model(
+        tmp_path, dtype=dtype, num_heads=2, num_kv_heads=1, head_dim=64, **options
+    )
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, PROMPT + STEPS)
+    found = [run(backend, tmp_path, config, spec, ids) for backend in (emulated_ops(), ops)]
+    for mine, other in zip(*found, strict=True):
+        assert np.linalg.norm(mine - other) < TOLERANCES[dtype] * np.linalg.norm(other)
+
+
+def run(ops: Ops, folder: Path, config: Any, spec: str, ids: np.ndarray) -> list[np.ndarray]:
+    """Logits after a prompt in two turns, and after each decoded token."""
+    decoder = Decoder(config, Weights.open(folder, expected_tensors(config), ignored_tensor), ops)
+    geometry = Geometry(config.num_layers, config.num_kv_heads, config.head_dim)
+    store = KVStore(geometry, KVSpec.parse(spec), ops, 256)
+    found = [decoder.prefill(part, store) for part in (ids[:70], ids[70:PROMPT])]
+    found += [decoder.decode(int(token), store) for token in ids[PROMPT:]]
+    return [np.array(logits, np.float64) for logits in found]

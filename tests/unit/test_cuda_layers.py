@@ -1,0 +1,239 @@
+"""The kernels of cuda_src/gemv.cu and layers.cu, emulated, against float64 and the CPU."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvrt.backends import get_ops
+from tests.emulator import COMPILER, EmulatedModule
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+EPS = 1e-5
+BLOCK = 64
+KINDS = {0: np.float32, 1: np.float16}
+BF16 = 2
+
+
+@cache
+def gemv(kind: int, tokens: int = 1) -> EmulatedModule:
+    return EmulatedModule("gemv.cu", {"KIND": kind, "BLOCK": BLOCK, "N_TOKENS": tokens})
+
+
+@cache
+def layers() -> EmulatedModule:
+    return EmulatedModule("layers.cu")
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    """A copy at an address that 16 divides."""
+    room = np.zeros(array.nbytes + 16, np.uint8)
+    start = -room.ctypes.data % 16
+    copy = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def stored(values: np.ndarray, kind: int) -> tuple[np.ndarray, np.ndarray]:
+    """What memory holds of `values` as `kind`, and the numbers it stands for."""
+    if kind != BF16:
+        held = aligned(values.astype(KINDS[kind]))
+        return held, held.astype(np.float64)
+    bits = values.astype(np.float32).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + (bits >> 16 & 1)) >> 16
+    held = aligned(rounded.astype(np.uint16))
+    return held, (rounded << 16).astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return aligned(rng.standard_normal(shape, np.float32))
+
+
+def shared_bytes(tokens: int, cols: int) -> int:
+    return tokens * 4 * -(-cols // 256) * 256
+
+
+def normed(x: np.ndarray, norm: np.ndarray | None) -> np.ndarray:
+    wide = x.astype(np.float64)
+    if norm is None:
+        return wide
+    return wide / np.sqrt((wide**2).mean(-1, keepdims=True) + EPS) * norm
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def close(found: np.ndarray, wanted: np.ndarray) -> None:
+    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("tokens", "cols", "sizes", "with_norm", "add", "grid"),
+    [
+        (1, 576, (192, 3, 1), True, 0, 7),
+        (1, 1536, (3, 0, 0), False, 1, 1),
+        (1, 100, (577, 0, 0), True, 0, 9),
+        (1, 7, (1, 3, 192), False, 1, 300),
+        (1, 1, (1, 0, 0), True, 0, 1),
+        (3, 1544, (5, 2, 2), True, 1, 2),
+    ],
+)
+def test_linear_is_a_matrix_product(
+    kind: int, tokens: int, cols: int, sizes: tuple[int, ...], with_norm: bool, add: int, grid: int
+) -> None:
+    rng = np.random.default_rng(cols)
+    x = normal(rng, tokens, cols)
+    norm = normal(rng, cols) if with_norm else None
+    arguments: list[Any] = []
+    checks = []
+    for i, rows in enumerate(sizes):
+        held, numbers = stored(normal(rng, rows, cols), kind)
+        bias = normal(rng, rows) if i != 1 else None
+        out = normal(rng, tokens, rows) if add else np.full((tokens, rows), np.nan, np.float32)
+        wanted = normed(x, norm) @ numbers.T + (0 if bias is None else bias) + (out if add else 0)
+        arguments += [held, rows, 0 if bias is None else bias, out]
+        checks.append((out, wanted))
+    gemv(kind, tokens).launch(
+        "linear", (grid,), (BLOCK,), x, cols, 0 if norm is None else norm, EPS, add, *arguments,
+        shared=shared_bytes(tokens, cols),
+    )  # fmt: skip
+    for out, wanted in checks:
+        if wanted.size:
+            close(out, wanted)
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize(("tokens", "cols", "rows"), [(1, 576, 192), (1, 100, 3), (3, 1544, 5)])
+def test_swiglu(kind: int, tokens: int, cols: int, rows: int) -> None:
+    rng = np.random.default_rng(cols + 1)
+    x, norm, bias = normal(rng, tokens, cols), normal(rng, cols), normal(rng, rows)
+    gate, gates = stored(normal(rng, rows, cols) / np.float32(cols**0.5), kind)
+    up, ups = stored(normal(rng, rows, cols), kind)
+    for has_norm, gate_bias, up_bias in [(True, bias, 0), (False, 0, bias)]:
+        out = np.full((tokens, rows), np.nan, np.float32)
+        gemv(kind, tokens).launch(
+            "swiglu", (5,), (BLOCK,), x, cols, norm if has_norm else 0, EPS,
+            gate, gate_bias, up, up_bias, rows, out, shared=shared_bytes(tokens, cols),
+        )  # fmt: skip
+        ready = normed(x, norm if has_norm else None)
+        close(out, silu(ready @ gates.T + gate_bias) * (ready @ ups.T + up_bias))
+
+
+@pytest.mark.parametrize("kind", [1, 2])
+def test_weights_that_are_not_aligned_and_nan(kind: int) -> None:
+    rng = np.random.default_rng(3)
+    held, numbers = stored(normal(rng, 4, 64), kind)
+    room = aligned(np.zeros(held.size + 1, held.dtype))
+    shifted = room[1:].reshape(held.shape)
+    shifted[...] = held
+    shifted.view(np.uint16)[2, 63] = 0x7FFF
+    x = normal(rng, 1, 64)
+    out = np.zeros((1, 4), np.float32)
+    for weights in (shifted, aligned(shifted)):
+        out[:] = 0
+        gemv(kind).launch(
+            "linear", (1,), (BLOCK,), x, 64, 0, EPS, 0, weights, 4, 0, out, *[0] * 8,
+            shared=shared_bytes(1, 64),
+        )  # fmt: skip
+        assert np.isnan(out[0]).tolist() == [False, False, True, False]
+        close(out[0, [0, 1, 3]], (x @ numbers.T)[0, [0, 1, 3]])
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 576), (3, 1536), (5, 7), (577, 1)])
+def test_rmsnorm_and_rope(rows: int, cols: int) -> None:
+    rng = np.random.default_rng(rows)
+    x, weight = normal(rng, rows, cols), normal(rng, cols)
+    wanted = normed(x, weight)
+    by_cpu = np.empty_like(x)
+    get_ops("cpu").rmsnorm(x, weight, EPS, by_cpu)
+    layers().launch("rmsnorm", (rows,), (96,), x, weight, cols, EPS, x)
+    close(x, wanted)
+    close(x, by_cpu)
+
+    heads, half = 3, 20
+    x, angles = normal(rng, rows, heads, 2 * half), normal(rng, rows, half)
+    cos, sin = np.cos(angles), np.sin(angles)
+    turned = x.copy()
+    get_ops("cpu").rope(turned, cos, sin)
+    layers().launch("rope", (rows,), (32,), x, heads, 2 * half, cos, sin)
+    close(x, turned)
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_embed_widen_narrow(kind: int) -> None:
+    rng = np.random.default_rng(kind)
+    table = normal(rng, 9, 7)
+    table[2, :5] = [np.inf, -np.inf, 7e4, 1e-7, 65520]
+    with np.errstate(over="ignore"):
+        held, numbers = stored(table, kind)
+    ids = np.array([8, 0, 2], np.int64)
+    out = np.zeros((3, 7), np.float32)
+    layers().launch("embed", (3,), (32,), ids, held, kind, 7, out)
+    np.testing.assert_array_equal(out, numbers[ids])
+    wide = np.zeros((9, 7), np.float32)
+    layers().launch("widen", (1,), (32,), held, 63, kind, wide)
+    np.testing.assert_array_equal(wide, numbers)
+    if kind:
+        table[4, 4] = np.nan
+        bits = aligned(np.full(68, 0xABCD, np.uint16))
+        layers().launch("narrow", (2,), (32,), table, 63, kind, bits)
+        limited = np.clip(table, -65504, 65504) if kind == 1 else table
+        back = np.zeros((9, 7), np.float32)
+        layers().launch("widen", (2,), (32,), bits, 63, kind, back)
+        limited[4, 4] = 0
+        assert np.isnan(back[4, 4])
+        back[4, 4] = 0
+        np.testing.assert_array_equal(back, stored(limited, kind)[1])
+        assert (bits[63:] == 0xABCD).all()
+
+
+def test_silu_mul_and_add_bias() -> None:
+    rng = np.random.default_rng(5)
+    gate, up, bias = normal(rng, 3, 100), normal(rng, 3, 100), normal(rng, 100)
+    wanted = silu(gate.astype(np.float64)) * up
+    layers().launch("silu_mul", (2,), (32,), gate, up, 300)
+    close(gate, wanted)
+    total = up + bias
+    layers().launch("add_bias", (2,), (32,), up, bias, 300, 100)
+    np.testing.assert_array_equal(up, total)
+
+
+@pytest.mark.parametrize("threads", [32, 256])
+def test_argmax(threads: int) -> None:
+    nan, inf = np.nan, np.inf
+    large = np.zeros(1000, np.float32)
+    large[[41, 300, 999]] = 2
+    large[7] = nan
+    cases: list[tuple[Any, int]] = [
+        (large, 41), ([nan, -3, nan], 1), ([nan, nan], 0), ([nan, -inf, -inf], 1),
+        ([1, inf, inf], 1), ([0.0, -0.0], 0), ([-0.0, 0.0], 0), ([5], 0),
+    ]  # fmt: skip
+    for logits, wanted in cases:
+        token = np.full(1, -1, np.int64)
+        values = np.array(logits, np.float32)
+        layers().launch("argmax", (1,), (threads,), values, len(values), token)
+        assert token[0] == wanted
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_random_rows_have_the_bits_of_the_cpu(kind: int) -> None:
+    rows, cols, low, high, scale = 5, 77, 0xDEADBEEF, 0x80000001, 0.03
+    word: Any = np.uint16 if kind else np.uint32
+    by_cpu, found = np.zeros(rows * cols, word), np.ones(rows * cols, word)
+    cpu: Any = get_ops("cpu")
+    cpu.kernels.random_rows(rows, 1, by_cpu.ctypes.data, kind, cols, low, high, scale)
+    layers().launch("random_rows", (3,), (32,), found, kind, rows * cols, low, high, scale)
+    np.testing.assert_array_equal(found, by_cpu)
+
+
+def test_read_words_reads_all() -> None:
+    words = aligned(np.random.default_rng(6).integers(0, 1 << 32, 4 * 1001, np.uint32))
+    sums = np.zeros(64, np.uint32)
+    layers().launch("read_words", (2,), (32,), words, 1001, sums)
+    assert sums.sum(dtype=np.uint32) == words.sum(dtype=np.uint32)
