@@ -29,7 +29,7 @@ class CudaOps(CacheKernels):
 
     def __init__(self, device: Device):
         self.device = device
-        self._buffers: dict[str, Array] = {}
+        self._buffers: dict[tuple[str, np.dtype[Any]], Array] = {}
 
     @property
     def device_name(self) -> str:
@@ -58,11 +58,11 @@ class CudaOps(CacheKernels):
         return self.device.address(array)
 
     def _scratch(self, use: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        size = int(np.prod(shape))
-        held = self._buffers.get(use)
+        size, key = int(np.prod(shape)), (use, np.dtype(dtype))
+        held = self._buffers.get(key)
         if held is None or held.size < size:
             # Zeros: what counts arrivals begins with none.
-            held = self._buffers[use] = self.device.xp.zeros(size, dtype)
+            held = self._buffers[key] = self.device.xp.zeros(size, dtype)
         return held[:size].reshape(shape)
 
     def matrix(self, array: np.ndarray | RandomMatrix) -> Matrix:

@@ -76,7 +76,7 @@ class CacheKernels:
         raise NotImplementedError
 
     def _scratch(self, use: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        """An array that is the same from call to call, grown as needed."""
+        """An array that is the same from call to call, one for each dtype, grown as needed."""
         raise NotImplementedError
 
     def _store(self, kernel: str, grid: tuple[int, ...], *arguments: Any, shared: int = 0) -> None:
