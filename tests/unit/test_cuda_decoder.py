@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from kvrt.backends.cpu import CpuOps
-from kvrt.backends.ops import Ops
+from kvrt.backends.ops import Linear, Ops
 from kvrt.kvstore import Geometry, KVSpec, KVStore
 from kvrt.models.decoder import Decoder
 from kvrt.models.families import expected_tensors, ignored_tensor
@@ -53,3 +54,16 @@ def run(ops: Ops, folder: Path, config: Any, spec: str, ids: np.ndarray) -> list
     found = [decoder.prefill(part, store) for part in (ids[:70], ids[70:PROMPT])]
     found += [decoder.decode(int(token), store) for token in ids[PROMPT:]]
     return [np.array(logits, np.float64) for logits in found]
+
+
+def test_weights_of_two_types_at_once() -> None:
+    ops, rng = emulated_ops(), np.random.default_rng(0)
+    x = rng.normal(0, 1, (5, 64)).astype(np.float32)
+    weights = [
+        rng.normal(0, 1, (32, 64)).astype(dtype) for dtype in (np.float16, ml_dtypes.bfloat16)
+    ]
+    outs = [ops.empty((5, 32)) for _ in weights]
+    ops.linear(x, [Linear(ops.matrix(weight)) for weight in weights], outs)
+    for weight, out in zip(weights, outs, strict=True):
+        expected = x @ weight.astype(np.float32).T  # (5, 32)
+        assert np.linalg.norm(out - expected) < 4e-3 * np.linalg.norm(expected)
