@@ -42,6 +42,13 @@ KERNEL_MODULES = (
 )
 """Modules whose import registers kernels. The last brings those of every codec."""
 
+_SOURCES = (
+    *(f"backends/{name}.py" for name in ("build", "cpu_*", "intrinsics", "jit", "native", "view")),
+    "kvstore/fragment.py",
+    "kvstore/codecs/*.py",
+)
+"""What the compiled code follows from, within the package."""
+
 Manifest = dict[str, list[str]]
 
 UNWRITABLE = 3
@@ -80,12 +87,11 @@ def _processor() -> str:
 
 def library_name() -> str:
     """The file name, without ending, of the library of these sources on this processor."""
-    package = Path(__file__).resolve().parent
-    kvstore = package.parent / "kvstore"
+    package = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256(_processor().encode())
-    sources = [*package.glob("*.py"), *(kvstore / "codecs").glob("*.py"), kvstore / "fragment.py"]
-    for source in sorted(sources):
-        digest.update(source.read_bytes())
+    for pattern in _SOURCES:
+        for source in sorted(package.glob(pattern)):
+            digest.update(source.read_bytes())
     return f"cpu-{digest.hexdigest()[:16]}"
 
 

@@ -3,16 +3,14 @@
 Activations are float32, row-major, one row a token. A backend knows no model and owns no cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from .view import PageView
-
-PAGE_TOKENS = 64
-"""Tokens of a page."""
+from .view import PAGE_TOKENS as PAGE_TOKENS
+from .view import Extent, PageView
 
 Array = Any
 """An array of the backend: NumPy's or CuPy's."""
@@ -54,6 +52,10 @@ class Linear:
     bias: Array | None = None
 
 
+Norm = tuple[Array, float]
+"""Gains (cols,) f32 and epsilon of a norm: x / sqrt(mean(x^2) + epsilon) * gains."""
+
+
 class Ops(Protocol):
     """One backend on one device. Used by one thread at a time."""
 
@@ -80,7 +82,10 @@ class Ops(Protocol):
         ...
 
     def to_device(self, array: np.ndarray) -> Array: ...
-    def to_host(self, array: Array) -> np.ndarray: ...
+    def to_host(self, array: Array, copy: bool = False) -> np.ndarray:
+        """The contents on the host; without `copy` it may be the array itself."""
+        ...
+
     def address(self, array: Array) -> int:
         """The 64-bit address of an array's first element."""
         ...
@@ -109,16 +114,28 @@ class Ops(Protocol):
         """out = x / rms(x) * weight over the last axis; out may be x."""
         ...
 
-    def linear(self, x: Array, layers: Sequence[Linear], outs: Sequence[Array]) -> None:
-        """outs[i] (n, rows_i) = layers[i](x) for up to three layers of one input (n, cols)."""
+    def linear(
+        self,
+        x: Array,
+        layers: Sequence[Linear],
+        outs: Sequence[Array],
+        *,
+        norm: Norm | None = None,
+    ) -> None:
+        """outs[i] (n, rows_i) = layers[i](x) for up to three layers of one input (n, cols).
+
+        With `norm` of x normed, which itself stays as it is.
+        """
         ...
 
     def linear_add(self, x: Array, layer: Linear, out: Array) -> None:
         """out (n, rows) += layer(x)."""
         ...
 
-    def swiglu(self, x: Array, gate: Linear, up: Linear, out: Array) -> None:
-        """out (n, rows) = silu(gate(x)) * up(x) (Shazeer 2020)."""
+    def swiglu(
+        self, x: Array, gate: Linear, up: Linear, out: Array, *, norm: Norm | None = None
+    ) -> None:
+        """out (n, rows) = silu(gate(x)) * up(x) (Shazeer 2020), with `norm` of x normed."""
         ...
 
     def rope(self, x: Array, cos: Array, sin: Array) -> None:
@@ -139,6 +156,39 @@ class Ops(Protocol):
     ) -> None:
         """Attention of one token over everything in the view: q, out (heads, head_dim)."""
         ...
+
+    # A decode step
+
+    def publish(self, extent: Extent) -> None:
+        """Make the extent, with its token, known to what the calls of a decode step launch."""
+        ...
+
+    def program(self, run: Callable[[], None]) -> Callable[[], None]:
+        """The same work on the same arrays again and again, as one call. `run` does it once.
+
+        In it only what follows, `linear`, `linear_add`, `swiglu` and `attend` may be called, and
+        nothing is read but arrays and published extents.
+        """
+        ...
+
+    def embed_token(self, table: Matrix, extent: Extent, out: Array) -> None:
+        """out (1, cols) f32 = the row of the table for the token of a published extent."""
+        ...
+
+    def enter(self, view: PageView, qkv: Array, norms: tuple[Norm, Norm] | None) -> None:
+        """Rotate q, and put k and v of the token of a published extent where that says.
+
+        qkv (heads + 2 * kv_heads, head_dim): q (in place) and k, each head normed if `norms` are
+        given, are rotated to the token's position; k and v then go in the cache's basis to the
+        sinks or to the tail, and are undefined here.
+        """
+        ...
+
+    def best(self, logits: Array) -> tuple[int, float]:
+        """Index of the first of the largest of (n,) f32, and its value; a NaN is the largest."""
+        ...
+
+    # Cache
 
     def change_basis(
         self,

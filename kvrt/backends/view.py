@@ -7,6 +7,9 @@ a structure, so to say, whose members are named below. What changes is the `Exte
 from dataclasses import dataclass, field
 from typing import Any
 
+PAGE_TOKENS = 64
+"""Tokens of a page."""
+
 LAYER_SETTINGS = 64
 
 (
@@ -42,6 +45,29 @@ of its fitted tables, f32."""
 POST, PAGE, PRE = 0, 1, 2
 """Keys after RoPE; rotated by their offset in the page only; before RoPE."""
 
+LENGTHS = 16
+"""Integers with which a device's copy of an `Extent` begins; angles (4, 2, DIM / 2) f32 follow."""
+
+TOKEN_ID, TOKEN_SLOT, TOKEN_IS_SINK = 6, 7, 8
+"""Where they are among those, behind the `numbers`."""
+
+FORWARDS, BACKWARDS, BASE, OFFSET = range(4)
+"""Angles of a token: that of its position, to rotate with and to rotate back with (they differ where
+the rotation has an amplitude); that of where its block of 64 begins; that of its offset in there."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """What a decode step adds, and where: row `slot` of the sinks, or slot of the tail's ring.
+
+    angles: cos and sin (4, 2, head_dim / 2) f32; those that no side of the store needs are zeros.
+    """
+
+    token_id: int
+    slot: int
+    is_sink: bool
+    angles: Any
+
 
 @dataclass
 class Extent:
@@ -59,6 +85,8 @@ class Extent:
     tail_slot: int = 0
     table_address: int = 0
     bases_address: int = 0
+    token: Token | None = field(default=None, compare=False)
+    """That of the decode step under way, or of the last one."""
     mirror: Any = field(default=None, compare=False, repr=False)
     """Where a backend keeps what it made of the numbers for its device."""
 
