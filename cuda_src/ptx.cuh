@@ -140,4 +140,18 @@ KVRT_INLINE uint4 load_stream(const void* place) {
                : "l"(place));
   return v;
 }
+
+// Launches that overlap (kvrt/backends/dependent_launch.py). From here on, all that earlier kernels of the
+// stream wrote is there. Without such a launch, and before sm_90, there is nothing to wait for.
+KVRT_INLINE void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// When every block has called it or ended, the next kernel may begin, up to its wait.
+KVRT_INLINE void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 }  // namespace ptx

@@ -28,6 +28,10 @@ class ContextFullError(UsageError):
     """The tokens do not fit the context limit. Nothing was changed."""
 
 
+class OutOfMemoryError(KvrtError, MemoryError):
+    """The device has no memory left for what was to be done. Caches are as they were before."""
+
+
 class ConfigError(KvrtError):
     """config.json, or a file beside it, is malformed or contradicts itself."""
 

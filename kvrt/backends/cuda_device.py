@@ -5,20 +5,25 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from ..cuda_src import SOURCE_DIR
-from ..errors import KernelError, UnsupportedError
-from . import nvrtc
+from ..errors import KernelError, OutOfMemoryError, UnsupportedError
+from . import cuda_graph, dependent_launch, nvrtc
 from .cubin_cache import get_cubin, sources_digest
 from .nvrtc import Cubin
 from .signatures import read_signatures
+from .upload import LEAST_BYTES, Uploader
 
 OLDEST = (8, 0)
 """Compute capability that the kernels need: asynchronous copies, bf16 in tensor cores."""
+
+_PINNED_BYTES = 4 << 20
+"""Arrays up to this size come to the host through pinned memory, of which a pool is kept."""
 
 _PROBE_BYTES = 1 << 30
 """Read at once to measure bandwidth: many times the second-level cache."""
@@ -74,8 +79,10 @@ class CudaDevice:
         attributes = self.handle.attributes
         self.multiprocessors = int(attributes["MultiProcessorCount"])
         self.max_shared = int(attributes["MaxSharedMemoryPerBlockOptin"])
+        self.overlaps = dependent_launch.supported(self.compute_capability, self.driver_version)
         self._modules: dict[tuple[Any, ...], CudaModule] = {}
         self._lock = threading.Lock()
+        self._uploader: Uploader | None = None
 
     @property
     def arch(self) -> str:
@@ -98,10 +105,61 @@ class CudaDevice:
         version = self.xp.cuda.runtime.driverGetVersion()
         return version // 1000, version % 1000 // 10
 
+    def use(self) -> None:
+        """Make it the calling thread's current device, as CuPy's arrays need it."""
+        self.handle.use()
+
+    # Memory
+
     def memory(self) -> tuple[int, int]:
         """Bytes of the device's memory: (free, total)."""
         free, total = self.handle.mem_info
         return int(free), int(total)
+
+    def available_bytes(self) -> int:
+        """Bytes that arrays can still take: what is free, what the allocator holds unused.
+
+        No more than a limit leaves that was set on CuPy's allocator; 1 where there is none.
+        """
+        with self.handle:
+            pool = self.xp.get_default_memory_pool()
+            available = self.memory()[0] + int(pool.free_bytes())
+            limit = int(pool.get_limit())
+            if limit:
+                available = min(available, limit - int(pool.used_bytes()))
+        return max(available, 1)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An array with undefined contents. Raises OutOfMemoryError."""
+        return self._allocate(self.xp.empty, shape, dtype)
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An array of zeros. Raises OutOfMemoryError."""
+        return self._allocate(self.xp.zeros, shape, dtype)
+
+    def upload(self, array: Any) -> Any:
+        """A contiguous array of the device with the same numbers. Raises OutOfMemoryError."""
+        if not isinstance(array, np.ndarray) or array.nbytes < LEAST_BYTES:
+            held = self._allocate(self.xp.asarray, array)
+            return self._allocate(self.xp.ascontiguousarray, held)
+        held = self.empty(array.shape, array.dtype)
+        if self._uploader is None:
+            self._uploader = Uploader(self.xp)
+        self._uploader.copy(np.ascontiguousarray(array), held)
+        return held
+
+    def end_uploads(self) -> None:
+        """Give back the buffers that uploads go through; the next large one makes them anew."""
+        if self._uploader is not None:
+            self._uploader.close()
+            self._uploader = None
+
+    def _allocate(self, make: Callable[..., Any], *arguments: Any) -> Any:
+        self.use()
+        try:
+            return make(*arguments)
+        except MemoryError as error:  # CuPy's is one, too
+            raise OutOfMemoryError(f"{self.label} has no memory left: {error}") from error
 
     def reset_peak(self) -> bool:
         """Begin to measure the peak anew: what the allocator holds unused goes back first."""
@@ -119,7 +177,28 @@ class CudaDevice:
 
     def to_host(self, array: Any) -> np.ndarray:
         """A copy in the host's memory; waits for what writes the array on the current stream."""
-        return np.asarray(self.xp.asnumpy(array))
+        if not array.flags.c_contiguous or array.nbytes > _PINNED_BYTES:
+            return np.asarray(self.xp.asnumpy(array))
+        out = self.pinned(array.shape, array.dtype)
+        array.get(out=out)
+        return out
+
+    def pinned(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """An array of the host, undefined, that the device copies from and to at full speed.
+
+        CuPy's pool takes its memory back when it is gone.
+        """
+        size, kind = int(np.prod(shape)), np.dtype(dtype)
+        memory = self.xp.cuda.alloc_pinned_memory(max(size, 1) * kind.itemsize)
+        return np.frombuffer(memory, kind, size).reshape(shape)
+
+    def send(self, staged: np.ndarray, array: Any) -> None:
+        """Copy a pinned array to one of the device, in the order of the current stream."""
+        array.data.copy_from_host_async(staged.ctypes.data, staged.nbytes)
+
+    def program(self, run: Callable[[], None], keep: Callable[[], list[Any]]) -> Callable[[], None]:
+        """Launches that are the same each time, as a graph; what `keep` gives lives as long."""
+        return cuda_graph.Program(self.xp, run, keep) if cuda_graph.wanted() else run
 
     def synchronize(self) -> None:
         """Wait for all that was launched on the device."""
@@ -194,9 +273,12 @@ class CudaModule:
         block: Sequence[int],
         *arguments: Any,
         shared: int = 0,
+        overlap: bool = False,
     ) -> None:
         """Start a kernel on CuPy's current stream; arrays stand for their addresses.
 
+        With `overlap` it may begin before the kernel ahead of it has ended, on devices that can do
+        so; only for kernels that call ptx::wait_for_previous() where they need what others write.
         With KVRT_SYNC=1 it is waited for, so that its errors carry its name; not for use while a
         graph is captured. Raises KernelError.
         """
@@ -212,7 +294,12 @@ class CudaModule:
             )
         try:
             with self.device.handle:
-                self._function(kernel, shared)(sizes, threads, tuple(values), shared)
+                function = self._function(kernel, shared)
+                if overlap and self.device.overlaps:
+                    stream = self.device.xp.cuda.get_current_stream().ptr
+                    dependent_launch.launch(function.ptr, sizes, threads, values, shared, stream)
+                else:
+                    function(sizes, threads, tuple(values), shared)
                 if os.environ.get("KVRT_SYNC") == "1":
                     self.device.synchronize()
         except KernelError:
@@ -260,6 +347,20 @@ def _checked(
     if not all(1 <= size <= limit for size, limit in zip((x, y, z), limits, strict=True)):
         raise KernelError(f"{kernel}: {what} {(x, y, z)} is not within (1, 1, 1) .. {limits}")
     return x, y, z
+
+
+@cache
+def get_device(index: int) -> CudaDevice:
+    """The device of a number, always the same one, with a compiler for its kernels.
+
+    Raises UnsupportedError where one of them is missing.
+    """
+    device = CudaDevice(index)
+    try:
+        nvrtc.find_compiler(newest=device.driver_version[0])
+    except KernelError as error:
+        raise UnsupportedError(str(error)) from error
+    return device
 
 
 def describe() -> list[tuple[str, bool, str]]:

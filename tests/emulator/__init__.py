@@ -72,8 +72,9 @@ class EmulatedModule:
         block: Sequence[int],
         *arguments: Any,
         shared: int = 0,
+        overlap: bool = False,
     ) -> None:
-        """Run a kernel to its end; arrays stand for their addresses."""
+        """Run a kernel to its end; arrays stand for their addresses. `overlap` changes nothing."""
         values = [a.ctypes.data if isinstance(a, np.ndarray) else a for a in arguments]
         held = [np.array(value) for value in self.signatures[kernel].convert(values)]
         pointers = (ctypes.c_void_p * max(len(held), 1))(*(value.ctypes.data for value in held))

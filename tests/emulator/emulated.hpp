@@ -362,4 +362,8 @@ void wait_copies() {
 }
 inline void keep_order() {}
 inline uint4 load_stream(const void* place) { return *static_cast<const uint4*>(place); }
+
+// Kernels run one after the other.
+inline void wait_for_previous() {}
+inline void let_next_start() {}
 }  // namespace ptx
