@@ -16,6 +16,7 @@ KVRT_INLINE float saturate(float x) { return x > 65504.0f ? 65504.0f : x < -6550
 
 // out (tokens, cols) f32 = rows ids (tokens) of a table (vocab, cols) of `kind`. Grid (tokens,), any block.
 extern "C" __global__ void embed(const i64* ids, const u8* table, int kind, int cols, float* out) {
+  ptx::let_next_start();
   const i64 from = ids[blockIdx.x] * cols, to = i64(blockIdx.x) * cols;
   for (int c = threadIdx.x; c < cols; c += blockDim.x) out[to + c] = read_stored(table, from + c, kind);
 }
@@ -76,36 +77,37 @@ extern "C" __global__ void add_bias(float* x, const float* bias, i64 count, int 
   for (i64 i = first_item(); i < count; i += all_threads()) x[i] += bias[i % cols];
 }
 
-// token (1) = the first index of the largest of logits (count); NaN never wins; 0 if all are NaN.
+// best (2) = the first index of the largest of logits (count), and the bits of its value; a NaN is the largest.
 // Grid (1,), block of whole warps, 1024 best.
-extern "C" __global__ void __launch_bounds__(1024) argmax(const float* logits, int count, i64* token) {
-  __shared__ float bests[32];
+extern "C" __global__ void __launch_bounds__(1024) argmax(const float* logits, int count, i64* best) {
+  __shared__ float tops[32];
   __shared__ int places[32];
   const float lowest = __uint_as_float(0xFF800000u);
   const int none = 0x7FFFFFFF;
-  float best = lowest;
+  float top = lowest;
   int place = none;
   // `none` loses to -inf, which is a number: equals go to the lower place.
   auto offer = [&](float v, int i) {
-    if (v > best || (v == best && i < place)) best = v, place = i;
+    const bool nan = v != v, held = top != top;
+    if (nan != held ? nan : v > top || ((v == top || nan) && i < place)) top = v, place = i;
   };
   for (int i = threadIdx.x; i < count; i += blockDim.x) offer(logits[i], i);
   auto over_warp = [&] {
     for (int by = WARP / 2; by; by >>= 1) {
-      const float v = __shfl_xor_sync(ALL_LANES, best, by);
+      const float v = __shfl_xor_sync(ALL_LANES, top, by);
       const int i = __shfl_xor_sync(ALL_LANES, place, by);
       offer(v, i);
     }
   };
   over_warp();
-  if (threadIdx.x % WARP == 0) bests[threadIdx.x / WARP] = best, places[threadIdx.x / WARP] = place;
+  if (threadIdx.x % WARP == 0) tops[threadIdx.x / WARP] = top, places[threadIdx.x / WARP] = place;
   __syncthreads();
   if (threadIdx.x >= WARP) return;
   const bool mine = threadIdx.x < blockDim.x / WARP;
-  best = mine ? bests[threadIdx.x] : lowest;
+  top = mine ? tops[threadIdx.x] : lowest;
   place = mine ? places[threadIdx.x] : none;
   over_warp();
-  if (threadIdx.x == 0) *token = place == none ? 0 : place;
+  if (threadIdx.x == 0) best[0] = place, best[1] = __float_as_uint(top);
 }
 
 KVRT_INLINE u32 mix(u32 x) {

@@ -104,6 +104,56 @@ extern "C" __global__ void append(const i64* layer, const float* keys, const flo
   }
 }
 
+// Take up the token of a decode step. qkv (heads + 2 * KV heads, dim) f32: q, in place, and k are normed, each head by
+// itself, where gains (dim) are given, and rotated to the token's position; k and v go in the store's basis to where
+// `lengths`, a published extent, says. Grid (heads + 2 * KV heads,), one warp, dim floats of shared memory.
+extern "C" __global__ void __launch_bounds__(32)
+enter(const i64* layer, const i64* lengths, float* qkv, int heads, const float* q_gains, float q_eps,
+      const float* k_gains, float k_eps) {
+  KVRT_DYNAMIC_SHARED(memory);
+  float* x = reinterpret_cast<float*>(memory);
+  ptx::let_next_start();
+  const int kv_heads = int(layer[VIEW_HEADS]), dim = int(layer[VIEW_DIM]), form = int(layer[VIEW_FORM]);
+  const int row = blockIdx.x, is_query = row < heads, is_value = row >= heads + kv_heads, lane = threadIdx.x;
+  const float* bias = is_value ? nullptr : reinterpret_cast<const float*>(layer[VIEW_KEY_BIAS]);
+  const int block = int(layer[is_value ? VIEW_VALUE_HADAMARD : VIEW_KEY_HADAMARD]);
+  const float* gains = is_query ? q_gains : is_value ? nullptr : k_gains;
+  const float* angles = reinterpret_cast<const float*>(lengths + VIEW_LENGTHS);
+  ptx::wait_for_previous();
+  float squares = 0;
+  for (int i = lane; i < dim; i += WARP) {
+    const float value = qkv[i64(row) * dim + i];
+    x[i] = value;
+    squares += value * value;
+  }
+  if (gains) {
+    for (int d = 1; d < WARP; d *= 2) squares += __shfl_xor_sync(ALL_LANES, squares, d);
+    const float scale = __fdiv_rn(1.0f, __fsqrt_rn(squares / dim + (is_query ? q_eps : k_eps)));
+    for (int i = lane; i < dim; i += WARP) x[i] = x[i] * scale * gains[i];
+  }
+  __syncwarp();
+  if (!is_value) turn(x, dim / 2, angles + VIEW_FORWARDS * dim, 1.0f);
+  if (is_query) {
+    for (int i = lane; i < dim; i += WARP) qkv[i64(row) * dim + i] = x[i];
+    return;
+  }
+  if (block || bias || (!is_value && form != VIEW_POST)) {  // as change_basis does it
+    for (int i = lane; i < dim; i += WARP) x[i] = x[i] > 1e30f ? 1e30f : x[i] < -1e30f ? -1e30f : x[i];
+    __syncwarp();
+    if (!is_value && form != VIEW_POST)
+      turn(x, dim / 2, angles + (form == VIEW_PAGE ? VIEW_BASE : VIEW_BACKWARDS) * dim, -1.0f);
+    const int head = row - heads;
+    if (bias)
+      add_bias(x, dim, bias + i64(head) * dim,
+               form == VIEW_PRE ? nullptr : angles + (form == VIEW_PAGE ? VIEW_OFFSET : VIEW_FORWARDS) * dim, -1.0f);
+    if (block) hadamard(x, dim, block);
+  }
+  int kind;
+  const int head = (row - heads) % kv_heads;
+  u8* place = exact_row(layer, is_value, int(lengths[VIEW_TOKEN_IS_SINK]), lengths[VIEW_TOKEN_SLOT], head, &kind);
+  for (int i = lane; i < dim; i += WARP) store_number(place, kind, i, x[i]);
+}
+
 // target (n, heads, dim) f32 = slots slot, slot + 1, ... of the tail, or of the sinks. Grid (n, heads).
 extern "C" __global__ void recall(const i64* layer, int is_value, int slot, int sink, float* target) {
   const int heads = int(layer[VIEW_HEADS]), dim = int(layer[VIEW_DIM]), head = blockIdx.y;

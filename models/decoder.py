@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..backends.ops import Linear, Ops
+from ..backends.ops import Linear, Norm, Ops
+from ..backends.view import PageView
 from ..config import ModelConfig
 from ..errors import CodecError, UsageError
 from ..kvstore.rotary import Rotary
@@ -53,6 +56,11 @@ class Layer:
     down: Linear
     window: int | None
 
+    def qk_norms(self, eps: float) -> tuple[Norm, Norm] | None:
+        if self.q_norm is None:
+            return None
+        return (self.q_norm, eps), (self.k_norm, eps)
+
 
 class Decoder:
     """Token ids in, logits out; keys and values go to the store that is passed in."""
@@ -73,6 +81,7 @@ class Decoder:
         head = None if config.tie_embeddings else ops.matrix(weights["lm_head.weight"])
         self._head = Linear(head or self._embedding)
         self._step = _StepBuffers(config, ops)
+        self._programs: WeakKeyDictionary[KVStore, Callable[[], None]] = WeakKeyDictionary()
 
     @property
     def step_bytes(self) -> int:
@@ -317,30 +326,56 @@ class Decoder:
 
         Raises ContextFullError where it does not fit. Interrupted, the store is as it was before.
         """
-        ids = self._checked([token_id], store)  # (1,)
+        with self._lock, self._stepping(token_id, store):
+            return self.ops.to_host(self._step.logits[0], copy=True)
+
+    def decode_best(self, token_id: int, store: KVStore) -> tuple[int, float]:
+        """Like `decode`, but gives the likeliest token, the first of equals, and its logit.
+
+        A NaN counts as the largest.
+        """
+        with self._lock, self._stepping(token_id, store):
+            return self.ops.best(self._step.logits[0])
+
+    @contextmanager
+    def _stepping(self, token_id: int, store: KVStore) -> Iterator[None]:
+        """Compute a token's logits; on leaving it counts as cached."""
+        (checked,) = self._checked([token_id], store)
         store.check_room(1)
-        with self._lock:
-            ops, buffers, eps = self.ops, self._step, self.config.norm_eps
-            x = ops.embed(self._embedding, ids)  # (1, hidden_size) f32
-            cos, sin = self._rotation(len(store), 1)
-            for index, layer in enumerate(self._layers):
-                ops.rmsnorm(x, layer.input_norm, eps, buffers.h)
-                ops.linear(buffers.h, (layer.q, layer.k, layer.v), buffers.qkv_rows)
-                if layer.q_norm is not None:
-                    ops.rmsnorm(buffers.q, layer.q_norm, eps, buffers.q)
-                    ops.rmsnorm(buffers.k, layer.k_norm, eps, buffers.k)
-                ops.rope(buffers.qk, cos, sin)
-                store.append(index, buffers.k, buffers.v)
-                view = store.view(index)
-                ops.attend(buffers.q[0], view, self._scale, layer.window, buffers.attention[0])
-                ops.linear_add(buffers.attention_row, layer.o, x)
-                ops.rmsnorm(x, layer.mlp_norm, eps, buffers.h)
-                ops.swiglu(buffers.h, layer.gate, layer.up, buffers.inner)
-                ops.linear_add(buffers.inner, layer.down, x)
-            ops.rmsnorm(x, self._norm, eps, x)
-            logits = self._logits(x)[0]
-            store.advance()
-            return logits
+        angles = self.rotary.table(np.array([len(store)]), self.rotary.amplitude)[0]
+        with store.stepping(int(checked), angles):
+            self._program(store)()
+            yield
+
+    def _program(self, store: KVStore) -> Callable[[], None]:
+        """What computes the token that a store has published."""
+        if store.debug:
+            views = [store.view(index) for index in range(self.config.num_layers)]
+            return lambda: self._compute(views, store.check_finite)
+        program = self._programs.get(store)
+        if program is None:
+            # Not the store itself, which would never be forgotten then.
+            views = [store.view(index) for index in range(self.config.num_layers)]
+            program = self.ops.program(lambda: self._compute(views))
+            self._programs[store] = program
+        return program
+
+    def _compute(
+        self, views: Sequence[PageView], inspect: Callable[[int, Any, Any], None] | None = None
+    ) -> None:
+        """Logits of the token that was published; `inspect(layer, k, v)` sees them before RoPE."""
+        ops, step, eps = self.ops, self._step, self.config.norm_eps
+        ops.embed_token(self._embedding, views[0].extent, step.x)
+        for index, (layer, view) in enumerate(zip(self._layers, views, strict=True)):
+            ops.linear(step.x, (layer.q, layer.k, layer.v), step.rows, norm=(layer.input_norm, eps))
+            if inspect is not None:
+                inspect(index, step.k, step.v)
+            ops.enter(view, step.qkv, layer.qk_norms(eps))
+            ops.attend(step.q, view, self._scale, layer.window, step.attention)
+            ops.linear_add(step.attention_row, layer.o, step.x)
+            ops.swiglu(step.x, layer.gate, layer.up, step.inner, norm=(layer.mlp_norm, eps))
+            ops.linear_add(step.inner, layer.down, step.x)
+        ops.linear(step.x, (self._head,), (step.logits,), norm=(self._norm, eps))
 
 
 class _StepBuffers:
@@ -348,14 +383,13 @@ class _StepBuffers:
 
     def __init__(self, config: ModelConfig, ops: Ops):
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.h = ops.empty((1, config.hidden_size))
+        self.x = ops.empty((1, config.hidden_size))
         self.inner = ops.empty((1, config.intermediate_size))
-        # q, k and v side by side, so that one launch rotates q and k.
-        qkv = ops.empty((1, heads + 2 * kv_heads, dim))
-        self.qk = qkv[:, : heads + kv_heads]  # (1, heads + kv_heads, head_dim)
-        self.q = qkv[:, :heads]  # (1, heads, head_dim)
-        self.k = qkv[:, heads : heads + kv_heads]  # (1, kv_heads, head_dim)
-        self.v = qkv[:, heads + kv_heads :]  # (1, kv_heads, head_dim)
-        self.qkv_rows = [part.reshape(1, -1) for part in (self.q, self.k, self.v)]
-        self.attention = ops.empty((1, heads, dim))
+        self.logits = ops.empty((1, config.vocab_size))
+        self.qkv = ops.empty((heads + 2 * kv_heads, dim))
+        self.q = self.qkv[:heads]
+        self.k = self.qkv[heads : heads + kv_heads]
+        self.v = self.qkv[heads + kv_heads :]
+        self.rows = [part.reshape(1, -1) for part in (self.q, self.k, self.v)]
+        self.attention = ops.empty((heads, dim))
         self.attention_row = self.attention.reshape(1, -1)  # (1, heads * head_dim)

@@ -3,18 +3,18 @@
 import os
 import threading
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from ..errors import KernelError, UsageError
-from . import cpu_attn, cpu_probe, cpu_store, memory
+from . import cpu_probe, memory
+from .cpu_cache import FEW_ROWS, CacheOps, Tensor, address_of, token_of
 from .cpu_math import KINDS
 from .native import Kernels, library_name, processor_name
-from .ops import PAGE_TOKENS, Linear, Matrix, RandomMatrix
-from .view import PageView
+from .ops import Linear, Matrix, Norm, RandomMatrix
+from .view import Extent
 
 _GEMV_ROWS = 4
 """Up to so many tokens, reading weights once per token costs less than widening them."""
@@ -24,17 +24,6 @@ _WIDEN_ELEMENTS = 1 << 17
 
 _SCORE_ELEMENTS = 1 << 17
 """Prefill attention holds so many scores at once for each thread (512 KiB)."""
-
-_FEW_ROWS = 8
-"""Row-wise kernels on fewer rows run on the calling thread."""
-
-
-class Tensor(np.ndarray):
-    """A NumPy array that remembers its address."""
-
-    @cached_property
-    def address(self) -> int:
-        return self.ctypes.data
 
 
 def available_threads() -> int:
@@ -51,11 +40,7 @@ def check_threads(threads: int | None) -> None:
         raise UsageError(f"threads must be 1 to {most} on this machine, got {threads}")
 
 
-def _at(array: np.ndarray) -> int:
-    return array.address if isinstance(array, Tensor) else array.ctypes.data
-
-
-class CpuOps:
+class CpuOps(CacheOps):
     """`Ops` on NumPy arrays. See the protocol for shapes."""
 
     name = "cpu"
@@ -71,9 +56,8 @@ class CpuOps:
         self.kernels = Kernels(self.threads)
         self._libraries = ThreadpoolController()
         self._local = threading.local()
-        self._scratch = self.empty((0,))
-        self._partials = self.empty((0,))
-        self._arrivals = self.empty((0,), np.int64)
+        self._norms = self.empty((0,))
+        super().__init__()
 
     @property
     def device_name(self) -> str:
@@ -89,17 +73,14 @@ class CpuOps:
 
     # Arrays
 
-    def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Tensor:
-        return np.empty(shape, dtype).view(Tensor)
-
     def to_device(self, array: np.ndarray) -> Tensor:
         return np.ascontiguousarray(array).view(Tensor)
 
-    def to_host(self, array: np.ndarray) -> np.ndarray:
-        return np.asarray(array)
+    def to_host(self, array: np.ndarray, copy: bool = False) -> np.ndarray:
+        return np.array(array) if copy else np.asarray(array)
 
     def address(self, array: np.ndarray) -> int:
-        return _at(array)
+        return address_of(array)
 
     def matrix(self, array: np.ndarray | RandomMatrix) -> Matrix:
         if isinstance(array, RandomMatrix):
@@ -143,7 +124,7 @@ class CpuOps:
         ids = np.ascontiguousarray(token_ids, np.int64)  # (n,)
         out = self.empty((len(ids), table.cols))
         self.kernels.embed(
-            len(ids), _FEW_ROWS, _at(ids), table.address, table.kind, table.cols, out.address
+            len(ids), FEW_ROWS, address_of(ids), table.address, table.kind, table.cols, out.address
         )
         return out
 
@@ -151,10 +132,18 @@ class CpuOps:
         size = x.shape[-1]
         if weight.shape != (size,) or out.shape != x.shape:
             raise KernelError(f"rmsnorm: x {x.shape}, weight {weight.shape}, out {out.shape}")
-        self.kernels.rmsnorm(x.size // size, _FEW_ROWS, _at(x), _at(weight), size, eps, _at(out))
+        self.kernels.rmsnorm(
+            x.size // size, FEW_ROWS, address_of(x), address_of(weight), size, eps, address_of(out)
+        )
 
     def linear(
-        self, x: Tensor, layers: Sequence[Linear], outs: Sequence[Tensor], add: bool = False
+        self,
+        x: Tensor,
+        layers: Sequence[Linear],
+        outs: Sequence[Tensor],
+        add: bool = False,
+        *,
+        norm: Norm | None = None,
     ) -> None:
         n, cols = x.shape
         for layer, out in zip(layers, outs, strict=True):
@@ -163,6 +152,7 @@ class CpuOps:
                     f"linear: x {x.shape}, weight ({layer.weight.rows}, {layer.weight.cols}), "
                     f"out {out.shape}"
                 )
+        x = self._normed(x, norm)
         if n > _GEMV_ROWS:
             self._matmul(x, layers, outs, add)
             return
@@ -174,36 +164,50 @@ class CpuOps:
         arguments: list[int] = []
         rows = 0
         for layer, out in zip(layers, outs, strict=True):
-            bias = 0 if layer.bias is None else _at(layer.bias)
-            arguments += (layer.weight.address, layer.weight.rows, bias, _at(out))
+            bias = 0 if layer.bias is None else address_of(layer.bias)
+            arguments += (layer.weight.address, layer.weight.rows, bias, address_of(out))
             rows += layer.weight.rows
         arguments += [0] * (12 - len(arguments))
-        self.kernels.linear(rows, self._grain(rows), _at(x), n, cols, kind, int(add), *arguments)
+        self.kernels.linear(
+            rows, self._grain(rows), address_of(x), n, cols, kind, int(add), *arguments
+        )
+
+    def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """x (n, cols), or a buffer with x normed."""
+        if norm is None:
+            return x
+        if self._norms.shape != x.shape:
+            self._norms = self.empty(x.shape)
+        self.rmsnorm(x, *norm, self._norms)
+        return self._norms
 
     def linear_add(self, x: Tensor, layer: Linear, out: Tensor) -> None:
         self.linear(x, (layer,), (out,), add=True)
 
-    def swiglu(self, x: Tensor, gate: Linear, up: Linear, out: Tensor) -> None:
+    def swiglu(
+        self, x: Tensor, gate: Linear, up: Linear, out: Tensor, *, norm: Norm | None = None
+    ) -> None:
         n, rows = x.shape[0], gate.weight.rows
         shapes = {(layer.weight.rows, layer.weight.cols) for layer in (gate, up)}
         if shapes != {(rows, x.shape[1])} or out.shape != (n, rows):
             raise KernelError(f"swiglu: x {x.shape}, weights {sorted(shapes)}, out {out.shape}")
+        x = self._normed(x, norm)
         if n > _GEMV_ROWS or gate.weight.kind != up.weight.kind:
             raised = self.empty((n, rows))
             self.linear(x, (gate, up), (out, raised))
-            self.kernels.silu_mul(n, _FEW_ROWS, _at(out), raised.address, rows)
+            self.kernels.silu_mul(n, FEW_ROWS, address_of(out), raised.address, rows)
             return
         self.kernels.swiglu(
-            rows, self._grain(rows), _at(x), n, x.shape[1], gate.weight.kind, rows,
-            gate.weight.address, 0 if gate.bias is None else _at(gate.bias),
-            up.weight.address, 0 if up.bias is None else _at(up.bias), _at(out),
+            rows, self._grain(rows), address_of(x), n, x.shape[1], gate.weight.kind, rows,
+            gate.weight.address, 0 if gate.bias is None else address_of(gate.bias),
+            up.weight.address, 0 if up.bias is None else address_of(up.bias), address_of(out),
         )  # fmt: skip
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         n, heads, dim = x.shape
         if cos.shape != (n, dim // 2) or sin.shape != cos.shape:
             raise KernelError(f"rope: x {x.shape}, cos {cos.shape}, sin {sin.shape}")
-        self.kernels.rope(n, _FEW_ROWS, _at(x), heads, dim, _at(cos), _at(sin))
+        self.kernels.rope(n, FEW_ROWS, address_of(x), heads, dim, address_of(cos), address_of(sin))
 
     def _grain(self, rows: int) -> int:
         """Rows of a chunk: enough chunks to even out the threads, few enough to stay cheap."""
@@ -293,108 +297,17 @@ class CpuOps:
             buffers[use] = self.empty((size,))
         return buffers[use]
 
-    def attend(
-        self, q: Tensor, view: PageView, scale: float, window: int | None, out: Tensor
-    ) -> None:
-        heads, dim = q.shape
-        kv_heads, extent = view.num_kv_heads, view.extent
-        group = heads // kv_heads
-        if dim != view.head_dim or group * kv_heads != heads or out.shape != q.shape:
-            raise KernelError(
-                f"attend: q {q.shape}, out {out.shape}, cache ({kv_heads} heads, {view.head_dim})"
-            )
-        blocks = extent.pages + -(-(extent.sinks + extent.tail_tokens) // PAGE_TOKENS)
-        splits = 1 if self.threads == 1 else max(1, min(blocks, 8 * self.threads // kv_heads))
-        items = kv_heads * splits
-        states = items * group * (dim + 2)
-        if self._partials.size < states:
-            self._partials = self.empty((states,))
-        if len(self._arrivals) < kv_heads:
-            self._arrivals = np.zeros(kv_heads, np.int64).view(Tensor)  # (kv_heads,)
-        partials = self._partials.address
-        sums = partials + items * group * dim * 4
-        tokens = extent.sinks + extent.pages * PAGE_TOKENS + extent.tail_tokens
-        first = 0 if window is None else max(tokens - window, 0)
-        self.kernels.attend(
-            items, 1, _at(q), group, scale, splits,
-            self._thread_scratch(cpu_attn.attend_bytes(dim, group)), partials, sums,
-            self._arrivals.address, _at(out), view.address,
-            extent.sinks, extent.table_address, extent.pages, extent.tail_tokens,
-            extent.tail_slot, extent.bases_address, first,
-        )  # fmt: skip
+    # A decode step
 
-    def _thread_scratch(self, nbytes: int) -> int:
-        """The address of so many bytes for each thread; valid until the next call."""
-        floats = -(-nbytes // 4) * self.threads
-        if self._scratch.size < floats:
-            self._scratch = self.empty((floats,))
-        return self._scratch.address
+    def program(self, run: Callable[[], None]) -> Callable[[], None]:
+        return run
 
-    # Cache
-
-    def change_basis(
-        self,
-        rows: Tensor,
-        inwards: bool,
-        *,
-        turns: Tensor | None = None,
-        bias: Tensor | None = None,
-        bias_turns: Tensor | None = None,
-        hadamard: int = 0,
-    ) -> None:
-        n, heads, dim = rows.shape
-        addresses = [0 if part is None else _at(part) for part in (turns, bias, bias_turns)]
-        self.kernels.change_basis(
-            n, _FEW_ROWS, _at(rows), heads, dim, int(inwards), *addresses, hadamard
+    def embed_token(self, table: Matrix, extent: Extent, out: Tensor) -> None:
+        ids = np.array([token_of(extent).token_id], np.int64)  # (1,)
+        self.kernels.embed(
+            1, FEW_ROWS, address_of(ids), table.address, table.kind, table.cols, address_of(out)
         )
 
-    def append(self, view: PageView, k: Tensor, v: Tensor, slot: int, sink: bool = False) -> None:
-        self.kernels.append(len(k), _FEW_ROWS, view.address, _at(k), _at(v), slot, int(sink))
-
-    def recall(
-        self, view: PageView, is_value: bool, slot: int, out: Tensor, sink: bool = False
-    ) -> None:
-        self.kernels.recall(
-            len(out), _FEW_ROWS, view.address, int(is_value), slot, int(sink), _at(out)
-        )
-
-    def round_rows(self, rows: Tensor, dtype: np.dtype) -> None:
-        width = rows[0].size
-        self.kernels.round_rows(len(rows), _FEW_ROWS, _at(rows), width, KINDS[dtype])
-
-    def seal(
-        self,
-        view: PageView,
-        first_page: int,
-        count: int,
-        new: tuple[Tensor, Tensor] | None,
-        new_start: int,
-        tail_first: int,
-        tail_slot: int,
-        measure: bool,
-    ) -> None:
-        heads, dim, table = view.num_kv_heads, view.head_dim, view.extent.table_address
-        for is_value, survey in enumerate(view.surveys):
-            fresh, tokens = (0, 0) if new is None else (_at(new[is_value]), len(new[is_value]))
-            source = (tail_first, tail_slot, fresh, new_start, tokens)
-            surveyed = {"never": 0, "first": int(measure), "every": count}[survey]
-            if surveyed:
-                scratch = self._thread_scratch(heads * PAGE_TOKENS * dim * 4)
-                self.kernels.survey(
-                    surveyed, 1, view.address, is_value, table, first_page, int(measure), *source,
-                    scratch,
-                )  # fmt: skip
-            tile_bytes = PAGE_TOKENS * dim * 4
-            scratch = self._thread_scratch(tile_bytes + cpu_store.codes_bytes(dim))
-            self.kernels.seal(
-                count * heads, 1, view.address, is_value, table, first_page, *source,
-                scratch, scratch + self.threads * tile_bytes,
-            )  # fmt: skip
-
-    def gather(
-        self, view: PageView, is_value: bool, first_page: int, count: int, out: Tensor
-    ) -> None:
-        self.kernels.gather(
-            count * view.num_kv_heads, 1, view.address, int(is_value), view.extent.table_address,
-            first_page, self._thread_scratch(cpu_store.decode_bytes(view.head_dim)), _at(out),
-        )  # fmt: skip
+    def best(self, logits: Tensor) -> tuple[int, float]:
+        index = int(logits.argmax())
+        return index, float(logits[index])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,8 @@ import numpy as np
 from ..errors import KernelError
 from .cpu_math import F32, KINDS
 from .cuda_cache import CacheKernels, Device
-from .ops import Array, Linear, Matrix, RandomMatrix
+from .ops import Array, Linear, Matrix, Norm, RandomMatrix
+from .view import TOKEN_ID, Extent
 
 _THREADS = 256
 """Of a block."""
@@ -46,12 +47,12 @@ class CudaOps(CacheKernels):
     # Arrays
 
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
-        return self.device.xp.empty(shape, dtype)
+        return self.device.empty(shape, dtype)
 
     def to_device(self, array: np.ndarray) -> Array:
-        return self.device.xp.ascontiguousarray(self.device.xp.asarray(array))
+        return self.device.upload(array)
 
-    def to_host(self, array: Array) -> np.ndarray:
+    def to_host(self, array: Array, copy: bool = False) -> np.ndarray:
         return self.device.to_host(array)
 
     def address(self, array: Array) -> int:
@@ -62,7 +63,7 @@ class CudaOps(CacheKernels):
         held = self._buffers.get(key)
         if held is None or held.size < size:
             # Zeros: what counts arrivals begins with none.
-            held = self._buffers[key] = self.device.xp.zeros(size, dtype)
+            held = self._buffers[key] = self.device.zeros((size,), dtype)
         return held[:size].reshape(shape)
 
     def matrix(self, array: np.ndarray | RandomMatrix) -> Matrix:
@@ -83,6 +84,10 @@ class CudaOps(CacheKernels):
         return Matrix(held, self.address(held), KINDS[dtype], rows, cols)
 
     # Memory
+
+    def end_uploads(self) -> None:
+        """Give back what large uploads went through."""
+        self.device.end_uploads()
 
     def reset_peak(self) -> bool:
         return self.device.reset_peak()
@@ -126,7 +131,13 @@ class CudaOps(CacheKernels):
         self.linear(x, (layer,), (out,), add=True)
 
     def linear(
-        self, x: Array, layers: Sequence[Linear], outs: Sequence[Array], add: bool = False
+        self,
+        x: Array,
+        layers: Sequence[Linear],
+        outs: Sequence[Array],
+        add: bool = False,
+        *,
+        norm: Norm | None = None,
     ) -> None:
         n, cols = x.shape
         for layer, out in zip(layers, outs, strict=True):
@@ -137,12 +148,13 @@ class CudaOps(CacheKernels):
                 )
         kinds = {layer.weight.kind for layer in layers}
         if n > 1:
+            x = self._normed(x, norm)
             narrow = {kind: self._narrowed(x, kind) for kind in kinds}
             for layer, out in zip(layers, outs, strict=True):
                 self._multiply(narrow[layer.weight.kind], layer, out, add)
         elif len(kinds) > 1:
             for layer, out in zip(layers, outs, strict=True):
-                self.linear(x, (layer,), (out,), add)
+                self.linear(x, (layer,), (out,), add, norm=norm)
         else:
             arguments: list[Any] = []
             for layer, out in zip(layers, outs, strict=True):
@@ -151,22 +163,39 @@ class CudaOps(CacheKernels):
             arguments += [0] * (12 - len(arguments))
             rows = sum(layer.weight.rows for layer in layers)
             self._project(
-                "linear", kinds.pop(), -(-rows // 2), x, cols, 0, 0.0, int(add), *arguments
+                "linear",
+                kinds.pop(),
+                -(-rows // 2),
+                x,
+                cols,
+                *(norm or (0, 0.0)),
+                int(add),
+                *arguments,
             )
 
-    def swiglu(self, x: Array, gate: Linear, up: Linear, out: Array) -> None:
+    def _normed(self, x: Array, norm: Norm | None) -> Array:
+        """x (n, cols), or scratch with x normed."""
+        if norm is None:
+            return x
+        out = self._scratch("normed", x.shape, np.float32)
+        self.rmsnorm(x, *norm, out)
+        return out
+
+    def swiglu(
+        self, x: Array, gate: Linear, up: Linear, out: Array, *, norm: Norm | None = None
+    ) -> None:
         n, rows = x.shape[0], gate.weight.rows
         shapes = {(layer.weight.rows, layer.weight.cols) for layer in (gate, up)}
         if shapes != {(rows, x.shape[1])} or out.shape != (n, rows):
             raise KernelError(f"swiglu: x {x.shape}, weights {sorted(shapes)}, out {out.shape}")
         if n > 1 or gate.weight.kind != up.weight.kind:
             raised = self._scratch("raised", (n, rows), np.float32)
-            self.linear(x, (gate, up), (out, raised))
+            self.linear(x, (gate, up), (out, raised), norm=norm)
             self._strided("silu_mul", n * rows, out, raised, n * rows)
             return
         biases = [0 if layer.bias is None else layer.bias for layer in (gate, up)]
         self._project(
-            "swiglu", gate.weight.kind, rows, x, x.shape[1], 0, 0.0, gate.weight.address,
+            "swiglu", gate.weight.kind, rows, x, x.shape[1], *(norm or (0, 0.0)), gate.weight.address,
             biases[0], up.weight.address, biases[1], rows, out,
         )  # fmt: skip
 
@@ -177,6 +206,21 @@ class CudaOps(CacheKernels):
         blocks = min(-(-tasks // (_THREADS // 32)), self.device.multiprocessors * resident)
         module = self.device.module("gemv.cu", {"KIND": kind})
         module.launch(kernel, (blocks,), (_THREADS,), x, cols, *rest, shared=shared)
+
+    # A decode step
+
+    def program(self, run: Callable[[], None]) -> Callable[[], None]:
+        return self.device.program(run, lambda: list(self._buffers.values()))
+
+    def embed_token(self, table: Matrix, extent: Extent, out: Array) -> None:
+        token = self.address(self._lengths(extent)) + 8 * TOKEN_ID
+        self._rows("embed", 1, token, table.address, table.kind, table.cols, out)
+
+    def best(self, logits: Array) -> tuple[int, float]:
+        found = self._scratch("best", (2,), np.int64)  # index, bits of the value
+        self.device.module("layers.cu").launch("argmax", (1,), (1024,), logits, len(logits), found)
+        index, bits = self.to_host(found)
+        return int(index), float(np.int64(bits).astype(np.uint32).view(np.float32))
 
     # Many tokens
 

@@ -12,8 +12,8 @@ import numpy as np
 from ..errors import KernelError
 from .attend_variant import QUERY_HEADS, compiled, shared_bytes
 from .cpu_math import F16, KINDS
-from .ops import PAGE_TOKENS, Array
-from .view import Extent, PageView
+from .ops import PAGE_TOKENS, Array, Norm
+from .view import LENGTHS, TOKEN_ID, TOKEN_IS_SINK, TOKEN_SLOT, Extent, PageView
 
 _THREADS = 256
 """Of a block of the store's kernels, as store.cu has it."""
@@ -29,12 +29,21 @@ class Device(Protocol):
 
     xp: Any  # CuPy, or NumPy
     name: str
-    label: str  # for people
-    build: str
     multiprocessors: int
 
+    @property
+    def label(self) -> str: ...  # for people
+    @property
+    def build(self) -> str: ...
     def module(self, name: str, defines: Any = None) -> Any: ...
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array: ...
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Array: ...
+    def upload(self, array: Any) -> Array: ...
+    def end_uploads(self) -> None: ...
     def to_host(self, array: Array) -> np.ndarray: ...
+    def pinned(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray: ...
+    def send(self, staged: np.ndarray, array: Array) -> None: ...
+    def program(self, run: Any, keep: Any) -> Any: ...
     def address(self, array: Array) -> int: ...
     def reset_peak(self) -> bool: ...
     def peak_bytes(self) -> int: ...
@@ -42,12 +51,17 @@ class Device(Protocol):
     def matmul(self, x: Array, weight: Array, out: Array, add: bool) -> None: ...
 
 
+_MIRROR = LENGTHS + 4 * 256 // 2
+"""Integers of an extent on the device: lengths, and angles of heads of up to 256 channels."""
+
+
 @dataclass
 class _Mirror:
-    """An extent on the device: (6,) i64, and what it holds."""
+    """An extent on the device."""
 
-    array: Array
-    numbers: tuple[int, ...]
+    array: Array  # (_MIRROR,) i64
+    staging: np.ndarray  # the same, on the host, where a copy need not be waited for
+    numbers: tuple[int, ...]  # of the extent
 
 
 @lru_cache(maxsize=512)
@@ -154,17 +168,50 @@ class CacheKernels:
             shared=PAGE_TOKENS * (view.head_dim + 1) * 4,
         )  # fmt: skip
 
-    # Attention
+    # A decode step
+
+    def publish(self, extent: Extent) -> None:
+        token, mirror = extent.token, self._mirror(extent)
+        if token is None:
+            raise KernelError("no token was published")
+        mirror.numbers = extent.numbers
+        mirror.staging[: len(mirror.numbers)] = mirror.numbers
+        places = [TOKEN_ID, TOKEN_SLOT, TOKEN_IS_SINK]
+        mirror.staging[places] = token.token_id, token.slot, int(token.is_sink)
+        angles = np.ravel(token.angles)  # (4 * head_dim,) f32
+        mirror.staging[LENGTHS:].view(np.float32)[: len(angles)] = angles
+        self.device.send(mirror.staging, mirror.array)
+
+    def _mirror(self, extent: Extent) -> _Mirror:
+        if extent.mirror is None:
+            array, staging = (
+                self.empty((_MIRROR,), np.int64),
+                self.device.pinned((_MIRROR,), np.int64),
+            )
+            extent.mirror = _Mirror(array, staging, ())
+        mirror: _Mirror = extent.mirror
+        return mirror
 
     def _lengths(self, extent: Extent) -> Array:
-        """The numbers of an extent on the device (6,) i64, as they are now."""
-        numbers, mirror = extent.numbers, extent.mirror
-        if mirror is None:
-            mirror = extent.mirror = _Mirror(self.to_device(np.array(numbers, np.int64)), numbers)
-        elif mirror.numbers != numbers:
-            mirror.array[...] = self.to_device(np.array(numbers, np.int64))
+        """An extent on the device, its numbers as they are now."""
+        mirror, numbers = self._mirror(extent), extent.numbers
+        if mirror.numbers != numbers:
+            mirror.array[: len(numbers)] = self.to_device(np.array(numbers, np.int64))
             mirror.numbers = numbers
         return mirror.array
+
+    def enter(self, view: PageView, qkv: Array, norms: tuple[Norm, Norm] | None) -> None:
+        kv_heads, (rows, dim) = view.num_kv_heads, qkv.shape
+        heads = rows - 2 * kv_heads
+        if dim != view.head_dim or heads <= 0 or heads % kv_heads:
+            raise KernelError(f"enter: qkv {qkv.shape}, cache ({kv_heads} heads, {view.head_dim})")
+        gains = (0, 0.0, 0, 0.0) if norms is None else (*norms[0], *norms[1])
+        self.device.module("store.cu").launch(
+            "enter", (rows,), (32,), view.address, self._lengths(view.extent), qkv, heads, *gains,
+            shared=dim * 4, overlap=True,
+        )  # fmt: skip
+
+    # Attention
 
     def attend(
         self, q: Array, view: PageView, scale: float, window: int | None, out: Array

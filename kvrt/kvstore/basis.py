@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..backends.ops import PAGE_TOKENS, Ops
-from ..backends.view import PAGE, POST, PRE
+from ..backends.view import BACKWARDS, BASE, FORWARDS, OFFSET, PAGE, POST, PRE
 from ..errors import CodecError
 from .codecs import Dense
 from .layout import Geometry
@@ -134,6 +134,22 @@ class Basis:
                     kind = "offset" if side.rope == "page" else "forwards"
                     steps["bias_turns"] = self._table(kind, position, len(rows))
         self._ops.change_basis(rows, inwards, **steps)
+
+    def angles(self, position: int, forwards: np.ndarray) -> np.ndarray:
+        """All angles of a token (4, 2, head_dim / 2) f32, as `view.Token` has them.
+
+        forwards: cos and sin (2, head_dim / 2) f32 of its position, with which q and k turn.
+        """
+        found = np.zeros((4, *forwards.shape), np.float32)
+        found[FORWARDS] = forwards
+        if (rotary := self._rotary) is not None:
+            body = position - self._sink
+            offset = (position if body < 0 else body) % PAGE_TOKENS
+            found[BACKWARDS], found[BASE], found[OFFSET] = rotary.table(
+                np.array([position, position - offset, offset]),
+                (1.0 / rotary.amplitude, 1.0, rotary.amplitude),
+            )
+        return found
 
     def _table(self, kind: str, position: int, count: int) -> Any:
         """Angles of tokens; the last of each kind is kept, since all layers ask for the same."""

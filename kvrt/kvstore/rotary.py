@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,11 +18,15 @@ class Rotary:
     frequencies: np.ndarray
     amplitude: float = 1.0
 
-    def table(self, positions: np.ndarray, amplitude: float = 1.0) -> np.ndarray:
-        """cos and sin, times amplitude, of positions (n,): (n, 2, head_dim / 2) f32."""
+    def table(self, positions: np.ndarray, amplitude: float | Sequence[float] = 1.0) -> np.ndarray:
+        """cos and sin, times amplitude (or amplitudes), of positions (n,).
+
+        (n, 2, head_dim / 2) f32.
+        """
         angles = np.asarray(positions, np.float64)[:, None] * self.frequencies  # (n, half) f64
         parts = np.stack([np.cos(angles), np.sin(angles)], axis=1)  # (n, 2, half) f64
-        return (parts * amplitude).astype(np.float32)
+        factors = np.asarray(amplitude, np.float64)[..., None, None]  # (n or 1, 1, 1) f64
+        return (parts * factors).astype(np.float32)
 
     def rotate(self, x: np.ndarray, positions: np.ndarray, inverse: bool = False) -> np.ndarray:
         """x (n, heads, head_dim) rotated to its positions (n,), or back; a new f32 array."""

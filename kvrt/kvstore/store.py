@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..backends.ops import PAGE_TOKENS, Ops
-from ..backends.view import Extent, PageView
+from ..backends.view import Extent, PageView, Token
 from ..errors import CodecError, ContextFullError, UnsupportedError
 from .basis import Basis
 from .checks import check_complete, check_count, check_finite, check_layer, check_rows
@@ -77,7 +77,7 @@ class KVStore(Readable):
         self.max_tokens = max_tokens
         self.rotary = rotary
         self.key_bias = key_bias
-        self._debug = debug
+        self.debug = debug
         self.empty_twin = partial(
             KVStore, geometry, spec, ops, max_tokens,
             rotary=rotary, key_bias=key_bias, calibration=calibration, debug=debug,
@@ -141,6 +141,28 @@ class KVStore(Readable):
         self._state = replace(self._state, length=length)
         self._layers_done.clear()
         self._set_extent(length)
+
+    @contextmanager
+    def stepping(self, token_id: int, angles: np.ndarray) -> Iterator[None]:
+        """Add the next token: inside, `Ops.enter` puts it into each layer's view.
+
+        angles: cos and sin (2, head_dim / 2) f32 of its position. On any exception the store is as
+        it was before. Raises ContextFullError, before any work, where the token does not fit.
+        """
+        self.check_room(1)
+        length = len(self)
+        is_sink = length < self.spec.sink
+        slot = length if is_sink else int(self._slot(length))
+        self._set_extent(length + 1, sealed_pages(self.spec, length))
+        self._extent.token = Token(token_id, slot, is_sink, self._basis.angles(length, angles))
+        self.ops.publish(self._extent)
+        yield
+        self._layers_done.update(range(self.geometry.num_layers))
+        self.advance()
+
+    def check_finite(self, layer: int, k: Any, v: Any) -> None:
+        """Raise CodecError for keys or values that are not finite."""
+        check_finite(layer, *(self.ops.to_host(rows) for rows in (k, v)))
 
     # Many tokens, layer by layer
 
@@ -215,8 +237,8 @@ class KVStore(Readable):
     def _check(self, layer: int, k: Any, v: Any, tokens: int) -> None:
         check_layer(self.geometry, layer)
         check_rows(self.geometry, k, v, tokens)
-        if self._debug:
-            check_finite(layer, *(self.ops.to_host(rows) for rows in (k, v)))
+        if self.debug:
+            self.check_finite(layer, k, v)
 
     def _enter(self, layer: int, k: Any, v: Any, position: int) -> tuple[Any, Any]:
         enter = self._basis.enter
@@ -353,13 +375,18 @@ class KVStore(Readable):
 
     def _reserve(self, pages: int) -> None:
         """Have memory for so many pages of every layer."""
-        slabs = list(self._state.slabs)
-        if len(slabs) < pages:
-            while len(slabs) < pages:
-                slab = self.ops.empty((self._layers.slab_bytes,), np.uint8)
+        state, held = self._state, len(self._state.slabs)
+        if held < pages:
+            shape = (self._layers.slab_bytes,)
+            slabs = [self.ops.empty(shape, np.uint8) for _ in range(held, pages)]
+            for slab in slabs:
                 slab.fill(0)  # padding too: equal stores are equal byte for byte
-                slabs.append(slab)
-            self._hold(slabs)
+            if table_entries(pages) > len(state.table):
+                self._hold([*state.slabs, *slabs])
+            else:  # nobody reads behind the pages that are sealed
+                addresses = np.array([self.ops.address(slab) for slab in slabs], np.int64)
+                state.table[held:pages] = self.ops.to_device(addresses)
+                self._state = replace(state, slabs=(*state.slabs, *slabs))
         self._extent.table_address = self.ops.address(self._state.table)
 
     def _release(self, pages: int) -> None:

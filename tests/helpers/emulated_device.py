@@ -29,8 +29,28 @@ class EmulatedDevice:
             self._modules[key] = EmulatedModule(name, defines)
         return self._modules[key]
 
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return np.empty(shape, dtype)
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return np.zeros(shape, dtype)
+
+    def upload(self, array: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(array)
+
+    def end_uploads(self) -> None: ...
+
+    def pinned(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return np.zeros(shape, dtype)
+
+    def send(self, staged: np.ndarray, array: np.ndarray) -> None:
+        array[...] = staged
+
+    def program(self, run: Any, keep: Any) -> Any:
+        return run
+
     def to_host(self, array: np.ndarray) -> np.ndarray:
-        return array
+        return array.copy()
 
     def address(self, array: np.ndarray) -> int:
         return array.ctypes.data

@@ -211,14 +211,16 @@ def test_argmax(threads: int) -> None:
     large[[41, 300, 999]] = 2
     large[7] = nan
     cases: list[tuple[Any, int]] = [
-        (large, 41), ([nan, -3, nan], 1), ([nan, nan], 0), ([nan, -inf, -inf], 1),
+        (large, 7), ([nan, -3, nan], 0), ([-1, nan, nan], 1), ([nan, -inf, -inf], 0),
+        (np.where(large == large, large, 0), 41), ([-inf, -inf], 0),
         ([1, inf, inf], 1), ([0.0, -0.0], 0), ([-0.0, 0.0], 0), ([5], 0),
     ]  # fmt: skip
     for logits, wanted in cases:
-        token = np.full(1, -1, np.int64)
+        best = np.full(2, -1, np.int64)
         values = np.array(logits, np.float32)
-        layers().launch("argmax", (1,), (threads,), values, len(values), token)
-        assert token[0] == wanted
+        layers().launch("argmax", (1,), (threads,), values, len(values), best)
+        assert best[0] == wanted
+        assert best[1] == int(values[wanted : wanted + 1].view(np.uint32)[0])
 
 
 @pytest.mark.parametrize("kind", [0, 1, 2])
