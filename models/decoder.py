@@ -11,18 +11,18 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..backends.ops import Linear, Norm, Ops
+from ..backends.ops import Linear, Ops
 from ..backends.view import PageView
 from ..config import ModelConfig
 from ..errors import CodecError, UsageError
 from ..kvstore.rotary import Rotary
 from .history import segments_of
+from .layer import Layer, Update
 
 if TYPE_CHECKING:
     from ..kvstore import KVStore
@@ -33,33 +33,11 @@ History = Literal["exact", "packed"]
 TokenIds = Sequence[int] | np.ndarray
 Progress = Callable[[int, int], None]
 Visit = Callable[[int, Any, Any, Any], None]
+Attend = Callable[[int, Any, Any, Update], None]
 
 CHUNK_TOKENS = 256
 """Projections and MLP of a prefill run over so many tokens at a time, which bounds activations;
 `Decoder.chunk_tokens` changes it."""
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Weights of one layer. Norm gains and biases are f32, matrices as stored."""
-
-    input_norm: Any  # (hidden_size,) f32
-    q: Linear
-    k: Linear
-    v: Linear
-    q_norm: Any | None  # (head_dim,) f32
-    k_norm: Any | None  # (head_dim,) f32
-    o: Linear
-    mlp_norm: Any  # (hidden_size,) f32
-    gate: Linear
-    up: Linear
-    down: Linear
-    window: int | None
-
-    def qk_norms(self, eps: float) -> tuple[Norm, Norm] | None:
-        if self.q_norm is None:
-            return None
-        return (self.q_norm, eps), (self.k_norm, eps)
 
 
 class Decoder:
@@ -221,10 +199,10 @@ class Decoder:
         during the call, not changed. The decoder cannot be used inside of it.
         """
 
-        def attend(index: int, q: Any, keys: Any, values: Any) -> None:
+        def attend(index: int, keys: Any, values: Any, update: Update) -> None:
             if visit is not None:
-                visit(index, q, keys, values)
-            self._attend_causal(index, q, keys, values)
+                visit(index, update.queries(slice(0, len(ids))), keys, values)
+            update(0, len(ids), keys, values)
 
         ids = self._checked(token_ids, None)
         with self._lock:
@@ -237,13 +215,13 @@ class Decoder:
         start = len(store)
         segments = segments_of(store.spec, start, start + len(ids))
 
-        def exact(index: int, q: Any, keys: Any, values: Any) -> None:
+        def exact(index: int, keys: Any, values: Any, update: Update) -> None:
             if start:
                 store.read(index, keys[:start], values[:start])
-            self._attend_causal(index, q, keys, values)
+            update(0, len(ids), keys, values)
             store.extend(index, keys[start:], values[start:])
 
-        def packed(index: int, q: Any, keys: Any, values: Any) -> None:
+        def packed(index: int, keys: Any, values: Any, update: Update) -> None:
             if start:
                 store.read(index, keys[:start], values[:start])
             store.extend(index, keys[start:], values[start:])
@@ -251,73 +229,35 @@ class Decoder:
             for segment in segments:
                 for page, rows in segment.new_pages:
                     store.read_page(index, page, keys[rows], values[rows])
-                end = segment.end
-                queries = q[segment.first - start : end - start]
-                self._attend_causal(index, queries, keys[:end], values[:end])
+                update(segment.first - start, segment.end - start, keys, values)
 
         attend = {"exact": exact, "packed": packed}[history]
         return self._forward(ids, start, attend, progress)
 
-    def _attend_causal(self, index: int, q: Any, keys: Any, values: Any) -> None:
-        self.ops.attend_causal(q, keys, values, self._scale, self._layers[index].window)
-
     def _forward(
-        self, ids: np.ndarray, start: int, attend: Visit, progress: Progress | None
+        self, ids: np.ndarray, start: int, attend: Attend, progress: Progress | None
     ) -> Any:
         """All layers over tokens at positions start, start + 1, ...; the final norm's rows.
 
-        `attend(layer, q, keys, values)` gets q (n, heads, head_dim) and keys, values (start + n,
-        kv_heads, head_dim) f32, whose first `start` rows are undefined; it leaves the attention
-        in q.
+        `attend(layer, keys, values, update)` gets keys, values (start + n, kv_heads, head_dim) f32,
+        whose first `start` rows are undefined, and calls `update` on all rows.
         """
         ops, config = self.ops, self.config
         x = ops.embed(self._embedding, ids)  # (n, hidden_size) f32
         shape = (start + len(ids), config.num_kv_heads, config.head_dim)
         keys, values = ops.empty(shape), ops.empty(shape)
-        q = ops.empty((len(ids), config.num_heads, config.head_dim))
+        chunk = min(self.chunk_tokens, len(ids))
+        q = ops.empty((chunk, config.num_heads, config.head_dim))
+        inner = ops.empty((chunk, config.intermediate_size))
         rotation = self._rotation(start, len(ids))
         for index, layer in enumerate(self._layers):
-            self._project(x, layer, q, keys[start:], values[start:], rotation)
-            attend(index, q, keys, values)
-            self._finish(x, layer, q)
+            update = Update(ops, config, layer, x, start, rotation, q, inner)
+            update.project(keys[start:], values[start:])
+            attend(index, keys, values, update)
             if progress is not None:
                 progress(index + 1, config.num_layers)
         ops.rmsnorm(x, self._norm, config.norm_eps, x)
         return x
-
-    def _chunks(self, count: int) -> list[slice]:
-        step = self.chunk_tokens
-        return [slice(i, min(i + step, count)) for i in range(0, count, step)]
-
-    def _project(
-        self, x: Any, layer: Layer, q: Any, k: Any, v: Any, rotation: tuple[Any, Any]
-    ) -> None:
-        """Norm, projections, q/k norm and RoPE into q, k, v (n, heads, head_dim)."""
-        ops, eps = self.ops, self.config.norm_eps
-        h = ops.empty((min(self.chunk_tokens, len(x)), x.shape[1]))  # (chunk, hidden_size)
-        for chunk in self._chunks(len(x)):
-            part = h[: chunk.stop - chunk.start]
-            ops.rmsnorm(x[chunk], layer.input_norm, eps, part)
-            flat = [y[chunk].reshape(len(part), -1) for y in (q, k, v)]  # (chunk, heads * head_dim)
-            ops.linear(part, (layer.q, layer.k, layer.v), flat)
-        if layer.q_norm is not None:
-            ops.rmsnorm(q, layer.q_norm, eps, q)
-            ops.rmsnorm(k, layer.k_norm, eps, k)
-        ops.rope(q, *rotation)
-        ops.rope(k, *rotation)
-
-    def _finish(self, x: Any, layer: Layer, attention: Any) -> None:
-        """Output projection and MLP, added to the residual stream x (n, hidden_size)."""
-        ops = self.ops
-        rows = min(self.chunk_tokens, len(x))
-        h = ops.empty((rows, x.shape[1]))  # (chunk, hidden_size)
-        inner = ops.empty((rows, self.config.intermediate_size))
-        for chunk in self._chunks(len(x)):
-            count = chunk.stop - chunk.start
-            ops.linear_add(attention[chunk].reshape(count, -1), layer.o, x[chunk])
-            ops.rmsnorm(x[chunk], layer.mlp_norm, self.config.norm_eps, h[:count])
-            ops.swiglu(h[:count], layer.gate, layer.up, inner[:count])
-            ops.linear_add(inner[:count], layer.down, x[chunk])
 
     # One token
 

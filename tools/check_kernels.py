@@ -115,6 +115,9 @@ def main() -> int:
                 failures.append(str(result))
                 continue
             rows += rows_of(variant, arch, result)
+            if not result.kernels:
+                # A compiler that had it in a cache of its own tells nothing.
+                failures.append(f"{variant} for {arch}: the compiler did not say what it takes")
             for name, used in sorted(result.kernels.items()):
                 if used.spills and variant.source in NO_SPILLS:
                     failures.append(f"{variant} for {arch}: {name} spills {used.spills} bytes")

@@ -35,6 +35,7 @@ _MAX_GRID = (2**31 - 1, 65535, 65535)
 _MAX_BLOCK = (1024, 1024, 64)
 _MAX_THREADS = 1024
 _FREE_SHARED = 48 * 1024  # bytes of shared memory that need no permission
+_FIXED_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -83,6 +84,7 @@ class CudaDevice:
         self._modules: dict[tuple[Any, ...], CudaModule] = {}
         self._lock = threading.Lock()
         self._uploader: Uploader | None = None
+        self._peak = 0  # bytes, before the allocator last gave something back
 
     @property
     def arch(self) -> str:
@@ -158,18 +160,27 @@ class CudaDevice:
         self.use()
         try:
             return make(*arguments)
-        except MemoryError as error:  # CuPy's is one, too
+        except MemoryError:  # CuPy's is one, too
+            # A limit on the pool counts what it holds unused, in blocks of other sizes.
+            self.peak_bytes()
+            self.xp.get_default_memory_pool().free_all_blocks()
+        try:
+            return make(*arguments)
+        except MemoryError as error:
             raise OutOfMemoryError(f"{self.label} has no memory left: {error}") from error
 
     def reset_peak(self) -> bool:
         """Begin to measure the peak anew: what the allocator holds unused goes back first."""
         self.synchronize()
         self.xp.get_default_memory_pool().free_all_blocks()
+        self._peak = 0
         return True
 
     def peak_bytes(self) -> int:
         """The most that CuPy's allocator held at once: it gives nothing back unless told to."""
-        return int(self.xp.get_default_memory_pool().total_bytes())
+        held = int(self.xp.get_default_memory_pool().total_bytes())
+        self._peak = max(self._peak, held)
+        return self._peak
 
     def address(self, array: Any) -> int:
         """The address of an array's first element."""
@@ -253,7 +264,6 @@ class CudaModule:
     def __init__(self, device: CudaDevice, name: str, cubin: Cubin):
         self.device = device
         self.name = name
-        self.resources = cubin.kernels
         self.signatures = read_signatures(SOURCE_DIR / name)
         with device.handle:
             self._module = device.xp.cuda.function.Module()
@@ -263,7 +273,7 @@ class CudaModule:
                 raise KernelError(
                     f"{name}: the driver refuses the compiled code: {error}"
                 ) from error
-        self._functions: dict[str, Any] = {}
+        self._functions: dict[str, tuple[Any, int]] = {}  # with bytes of shared memory of their own
         self._granted: dict[str, int] = {}  # bytes of dynamic shared memory, where over 48 KB
 
     def launch(
@@ -310,19 +320,20 @@ class CudaModule:
 
     def _function(self, kernel: str, shared: int) -> Any:
         """The loaded kernel, permitted to have that much dynamic shared memory."""
-        used = self.resources.get(kernel)
-        if used is None:
-            raise KernelError(f"kernel {kernel} is not in this variant of {self.name}")
-        function = self._functions.get(kernel)
-        if function is None:
-            function = self._functions[kernel] = self._module.get_function(kernel)
-        if shared + used.shared > self._granted.get(kernel, _FREE_SHARED):
-            room = self.device.max_shared - used.shared
+        driver = self.device.xp.cuda.driver
+        if kernel not in self._functions:
+            function = self._module.get_function(kernel)
+            # Not the compiler's own word: it says nothing of what it had in a cache.
+            fixed = driver.funcGetAttribute(_FIXED_SHARED, function.ptr)
+            self._functions[kernel] = function, fixed
+        function, fixed = self._functions[kernel]
+        if shared + fixed > self._granted.get(kernel, _FREE_SHARED):
+            room = self.device.max_shared - fixed
             if shared > room:
                 raise KernelError(
                     f"{kernel}: {shared} bytes of shared memory; this device has {room} for it"
                 )
-            self.device.xp.cuda.driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED, room)
+            driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED, room)
             self._granted[kernel] = self.device.max_shared
         return function
 

@@ -114,12 +114,12 @@ def contents(store: KVStore) -> dict[str, str]:
     extent, host, layers = store.view(0).extent, store.ops.to_host, store._layers
     slots = [(extent.tail_slot + i) % store._rows for i in range(extent.tail_tokens)]
     parts = {
-        "pages": store._state.slabs,
+        "pages": map(host, store._state.slabs),
         "sinks": [host(array)[:, : extent.sinks] for array in layers.sink_arrays],
         "tail": [host(array)[:, slots] for array in layers.tail_arrays],
-        "scales": layers.state_arrays if extent.pages else [],
+        "scales": map(host, layers.state_arrays if extent.pages else []),
     }
-    out = {name: digest(host(array) for array in part) for name, part in parts.items()}
+    out = {name: digest(part) for name, part in parts.items()}
     out["counts"] = repr((len(store), extent.sinks, extent.pages, extent.tail_tokens))
     return out
 

@@ -104,7 +104,10 @@ def cupy(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             ),
             Device=Device,
             function=SimpleNamespace(Module=lambda: module),
-            driver=SimpleNamespace(funcSetAttribute=lambda *given: granted.append(given)),
+            driver=SimpleNamespace(
+                funcGetAttribute=lambda attribute, function: {1: 0}[attribute],
+                funcSetAttribute=lambda *given: granted.append(given),
+            ),
             get_current_stream=lambda: SimpleNamespace(ptr=0xABCD00000002),
         ),
         granted=granted,

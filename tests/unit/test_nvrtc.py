@@ -376,7 +376,10 @@ def cupy(sources: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             runtime=runtime,
             Device=FakeDevice,
             function=SimpleNamespace(Module=module),
-            driver=SimpleNamespace(funcSetAttribute=lambda *given: granted.append(given)),
+            driver=SimpleNamespace(
+                funcGetAttribute=lambda attribute, function: {1: 256}[attribute],
+                funcSetAttribute=lambda *given: granted.append(given),
+            ),
         ),
         granted=granted,
         module=module,
