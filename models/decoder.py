@@ -35,9 +35,9 @@ Progress = Callable[[int, int], None]
 Visit = Callable[[int, Any, Any, Any], None]
 Attend = Callable[[int, Any, Any, Update], None]
 
-CHUNK_TOKENS = 256
-"""Projections and MLP of a prefill run over so many tokens at a time, which bounds activations;
-`Decoder.chunk_tokens` changes it."""
+CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}
+"""Queries and MLP of a prefill run over so many tokens at a time, by the backend's name: enough to
+keep it busy, and a bound of activations; `Decoder.chunk_tokens` changes it."""
 
 
 class Decoder:
@@ -47,7 +47,7 @@ class Decoder:
         """`weights` has arrays as stored, or a RandomMatrix where the backend is to make one."""
         self.config = config
         self.ops = ops
-        self.chunk_tokens = CHUNK_TOKENS
+        self.chunk_tokens = CHUNK_TOKENS[ops.name]
         self._lock = threading.Lock()
         self._scale = 1.0 / math.sqrt(config.head_dim)
         self.rotary = Rotary(

@@ -73,6 +73,9 @@ class CpuOps(CacheOps):
 
     # Arrays
 
+    def expect(self, count: int, nbytes: int) -> None:
+        """Nothing: the system gives memory page by page."""
+
     def to_device(self, array: np.ndarray) -> Tensor:
         return np.ascontiguousarray(array).view(Tensor)
 

@@ -81,6 +81,10 @@ class Ops(Protocol):
         """An array with undefined contents."""
         ...
 
+    def expect(self, count: int, nbytes: int) -> None:
+        """So many arrays of a size are about to be made: take their memory in one piece."""
+        ...
+
     def to_device(self, array: np.ndarray) -> Array: ...
     def to_host(self, array: Array, copy: bool = False) -> np.ndarray:
         """The contents on the host; without `copy` it may be the array itself."""

@@ -52,8 +52,9 @@ TOKEN_ID, TOKEN_SLOT, TOKEN_IS_SINK = 6, 7, 8
 """Where they are among those, behind the `numbers`."""
 
 FORWARDS, BACKWARDS, BASE, OFFSET = range(4)
-"""Angles of a token: that of its position, to rotate with and to rotate back with (they differ where
-the rotation has an amplitude); that of where its block of 64 begins; that of its offset in there."""
+"""Angles of a token: that of its position, to rotate with and to rotate back with (which differ
+where the rotation has an amplitude); that of where its block of 64 begins, and of its offset in
+that."""
 
 
 @dataclass(frozen=True)

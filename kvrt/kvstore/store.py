@@ -18,12 +18,12 @@ import numpy as np
 
 from ..backends.ops import PAGE_TOKENS, Ops
 from ..backends.view import Extent, PageView, Token
-from ..errors import CodecError, ContextFullError, UnsupportedError
+from ..errors import CodecError, ContextFullError
 from .basis import Basis
 from .checks import check_complete, check_count, check_finite, check_layer, check_rows
 from .layers import Layers
 from .layout import Geometry
-from .reading import Readable
+from .moving import Movable
 from .rotary import Rotary
 from .spec import KVSpec
 from .state import Parts, State
@@ -40,7 +40,11 @@ if TYPE_CHECKING:
     from ..calibration import Calibration
 
 
-class KVStore(Readable):
+GROWTH = 16
+"""Pages whose memory is asked for at once."""
+
+
+class KVStore(Movable):
     """Keys and values of one sequence, in the format of a `KVSpec`.
 
     A decode step is `append` and attention on `view` layer by layer, then `advance()`. Many
@@ -265,73 +269,7 @@ class KVStore(Readable):
         else:
             self.ops.append(self._views[layer], k, v, self._slot(position))
 
-    # Forgetting, moving and copying
-
-    def truncate(self, tokens: int) -> None:
-        """Keep the first `tokens` tokens.
-
-        A cut inside a sealed page decodes that page back into the tail: its tokens keep the
-        rounding of the format. Raises CodecError where the store does not hold so many.
-        """
-        self._recover()
-        check_count(tokens)
-        if not 0 <= tokens <= len(self):
-            raise CodecError(f"cannot truncate to {tokens} tokens, the store holds {len(self)}")
-        pages, old_pages = (sealed_pages(self.spec, n) for n in (tokens, len(self)))
-        if pages < old_pages:
-            self._set_extent(len(self))
-            sealed = self.spec.sink + old_pages * PAGE_TOKENS
-            journal = [part.copy() for part in self._layers.tail_arrays]
-            self._state = replace(self._state, journal=journal)
-            self._unseal(pages, min(tokens, sealed))
-        self._state = replace(self._state, length=tokens, journal=None)
-        self._layers_done.clear()
-        self._release(pages)
-
-    def _unseal(self, pages: int, end: int) -> None:
-        """Copy the tokens behind the first `pages` pages, up to position end, into the tail."""
-        start = self.spec.sink + pages * PAGE_TOKENS
-        count = end - start
-        if count <= 0:
-            return
-        whole = -(-count // PAGE_TOKENS)
-        shape = (whole * PAGE_TOKENS, self.geometry.num_kv_heads, self.geometry.head_dim)
-        sides = [self.ops.empty(shape), self.ops.empty(shape)]  # (n, kv_heads, head_dim) f32
-        for layer, view in enumerate(self._views):
-            for is_value, rows in enumerate(sides):
-                self.ops.gather(view, bool(is_value), pages, whole, rows)
-            self._write(layer, start, *(rows[:count] for rows in sides))
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self.truncate(0)
-
-    def shift(self, tokens: int) -> None:
-        """Drop the oldest `tokens` tokens behind the sinks; all later ones move up by as many.
-
-        No code is touched: keys that are kept before RoPE, or rotated inside their page alone, move
-        exactly. Raises UnsupportedError for a format that keeps keys after RoPE, CodecError unless
-        `tokens` is a multiple of 64 that the sealed pages hold.
-        """
-        self._recover()
-        check_count(tokens)
-        if not self.spec.shifts:
-            raise UnsupportedError(
-                f"cache format {self.spec} keeps keys after RoPE, so they cannot move; "
-                "k=...:page and k=...:pre can"
-            )
-        pages = sealed_pages(self.spec, len(self))
-        if tokens % PAGE_TOKENS or not 0 <= tokens <= pages * PAGE_TOKENS:
-            raise CodecError(
-                f"cannot shift by {tokens} tokens, expected a multiple of {PAGE_TOKENS} "
-                f"up to {pages * PAGE_TOKENS}, which are sealed"
-            )
-        state = self._state
-        slabs = state.slabs[tokens // PAGE_TOKENS :]
-        table, bases = self._make_tables(slabs)
-        origin = (state.origin + tokens) % self._rows
-        self._state = State(state.length - tokens, slabs, table, bases, origin)
-        self._set_extent(len(self))
+    # Copying
 
     def fork(self) -> KVStore:
         """A store that holds the same tokens and goes its own way. Sealed pages are shared."""
@@ -377,7 +315,10 @@ class KVStore(Readable):
         """Have memory for so many pages of every layer."""
         state, held = self._state, len(self._state.slabs)
         if held < pages:
+            # A few more than needed, so that a long answer does not ask the driver page by page.
             shape = (self._layers.slab_bytes,)
+            if held % GROWTH == 0 or pages - held > GROWTH:
+                self.ops.expect(-(-(pages - held) // GROWTH) * GROWTH, *shape)
             slabs = [self.ops.empty(shape, np.uint8) for _ in range(held, pages)]
             for slab in slabs:
                 slab.fill(0)  # padding too: equal stores are equal byte for byte

@@ -177,14 +177,14 @@ def test_any_split_gives_the_logits_of_one_prefill_to_the_rounding_of_f16(
 def test_chunks_of_a_prefill_change_nothing(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Projections and MLP run over CHUNK_TOKENS tokens at a time; the last chunk is smaller."""
     model = made("llama-attention-bias")
-    monkeypatch.setattr(decoder_module, "CHUNK_TOKENS", 7)
+    monkeypatch.setitem(decoder_module.CHUNK_TOKENS, "cpu", 7)
     store = model.store()
     logits = model.decoder.prefill(IDS, store, all_logits=True)
     assert_close(logits, model.reference, tolerance("logits", "f32"))
 
 
 def test_a_real_number_of_chunks(tmp_path: Path, ops: CpuOps) -> None:
-    size = decoder_module.CHUNK_TOKENS
+    size = decoder_module.CHUNK_TOKENS["cpu"]
     config = write_tiny_model(tmp_path, hidden_size=32, num_layers=1, max_context=2048)
     decoder = open_decoder(tmp_path, config, ops)
     ids = np.random.default_rng(3).integers(0, 320, size + 1).tolist()
