@@ -24,13 +24,14 @@ from .bench_tables import (
     trend_row,
 )
 from .console import emit, note, wants_colour
+from .device_options import device_options
 from .kv_options import (
     DEFAULT_FORMATS,
     calibration_option,
     kv_list_options,
     note_unpacked,
 )
-from .options import ModelChoice, device_options, open_model
+from .options import ModelChoice, open_model
 from .report import Write, make_report, output_options
 
 if TYPE_CHECKING:
@@ -126,21 +127,26 @@ def _with_threads(
     facts: Mapping[str, Any],
     use: Callable[[Run], None],
 ) -> None:
+    from ..bench.gpu import device_of, limit_memory
     from ..bench.measure import Bench
     from ..bench.rows import Setup
+    from ..source import PREFIX
 
     model = _load(plan, threads)
     bandwidth = model.ops.read_bandwidth()
-    note(
-        f"kvrt: {model.ops.hardware}, {model.ops.device_name}: memory is read at "
-        f"{bandwidth / 1e9:.1f} GB/s"
-    )
+    device = model.ops.device_name  # of a CPU it says the threads, of a GPU everything
+    if device_of(model.ops) is None:
+        device = f"{model.ops.hardware}, {device}"
+    note(f"kvrt: {device}: memory is read at {bandwidth / 1e9:.1f} GB/s")
+    if plan.limit is not None:
+        limit_memory(model.ops, plan.limit)  # after the probe, which is no part of a run
     agreements = _agreements(plan, model, progress)
+    fitted = plan.calibration is not None or not plan.model.startswith(PREFIX)
     for batch, micro_batch in product(plan.batches, plan.micro_batches):
         if micro_batch is not None:
             model.decoder.chunk_tokens = micro_batch
         settings = replace(plan.settings, batch=batch)
-        setup = Setup(model, settings.fill, batch, bandwidth, facts)
+        setup = Setup(model, settings.fill, batch, bandwidth, facts, plan.limit, fitted)
         use(Run(model, Bench(model, settings, told=progress.told), setup, agreements))
 
 
@@ -154,7 +160,10 @@ def _load(plan: Plan, threads: int | None) -> Model:
         note_unpacked(plan.formats, min(CONTEXT, plan.shape.context_limit - STEPS))
     calibrated = [chosen for chosen in plan.formats if chosen.spec.calibrated]
     spec = (calibrated or plan.formats)[0].spec
-    choice = ModelChoice(plan.model, str(spec), longest, plan.device, threads, plan.calibration)
+    choice = ModelChoice(
+        plan.model, str(spec), longest, plan.device, threads, plan.calibration,
+        check_memory=False,  # the plan has seen to it, format by format
+    )  # fmt: skip
     return open_model(choice)
 
 
@@ -295,7 +304,7 @@ class _Scan:
                     line=lines[chosen.name],
                 )
             )
-            self._about = "{model} on {device}, {threads} threads".format_map(own[0])
+            self._about = _about(own[0])
         for report in self.reports:  # last: stdout may have gone
             for chosen, own in zip(done, complete):
                 report.trend(own, trend_row(own[-1], is_base(chosen), base is not None))
@@ -317,6 +326,12 @@ class _Scan:
             _emit_err(
                 "\n" + draw(self._series, width, 16, colour=wants_colour(None, sys.stderr)) + "\n"
             )
+
+
+def _about(row: Row) -> str:
+    """What was measured on what, for the head of a chart."""
+    threads = "" if row["backend"] == "cuda" else ", {threads} threads".format_map(row)
+    return "{model} on {device}".format_map(row) + threads
 
 
 def _how(settings: Settings) -> str:

@@ -45,6 +45,7 @@ class Plan:
     device: str
     calibration: str | None
     memory: int  # bytes for weights and cache; 0: unknown
+    limit: int | None  # bytes that --limit grants
     check: bool
     sequences: int
     plot: Path | None
@@ -114,7 +115,7 @@ def bench_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("-ub", "--ubatch-size", "micro_batches", multiple=True, metavar="N,...",
                      help="Tokens that projections and MLP take at a time.  [default: 256]"),
         click.option("-t", "--threads", multiple=True, metavar="N,...",
-                     help="Threads to compute with.  [default: all cores]"),
+                     help="Threads of the CPU to compute with.  [default: all cores]"),
         click.option("--no-warmup", is_flag=True, help="Time the first run too."),
         click.option("--check", is_flag=True, help="Compare each format's next tokens with f16's."),
         click.option("--dry-run", is_flag=True,
@@ -122,7 +123,8 @@ def bench_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--batch", "sequences", type=click.IntRange(1, 1 << 20), metavar="B",
                      help="With --dry-run: so many sequences at once."),
         click.option("--limit", metavar="BYTES", help="Memory for weights and cache, such as 48GB "
-                     "or 48GiB.  [default: what the device has free; with --dry-run none]"),
+                     "or 48GiB; a GPU's allocator keeps to it.  [default: what the device has "
+                     "free; with --dry-run none]"),
         click.option("--plot", metavar="FILE", help="With --scan: draw it into a .png or .svg file "
                      "(extra `plot`), or with - on the terminal."),
         click.option("-oe", "--output-err", "output_err", type=click.Choice(OUTPUTS),
@@ -206,6 +208,7 @@ def make_plan(
         device=device,
         calibration=calibration,
         memory=_memory(room, 0 if dry_run else available_memory(device)),
+        limit=room,
         check=check,
         sequences=sequences or 1,
         plot=drawing,
@@ -352,7 +355,7 @@ def _needed(plan: Plan, chosen: Format, case: Case) -> int:
     assert config is not None  # a plan that can be run has one
     beside = needed_bytes(
         config, plan.shape.geometry, chosen.spec, case, plan.settings.fill,
-        _largest(plan.batches), _largest(plan.micro_batches),
+        _largest(plan.batches), _largest(plan.micro_batches), plan.device.startswith("cuda"),
     )  # fmt: skip
     return plan.shape.weight_bytes + beside
 

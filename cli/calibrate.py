@@ -9,7 +9,8 @@ import click
 
 from ..errors import UsageError
 from .console import emit, emit_json, format_bytes, read_text_file, user_path
-from .options import ModelChoice, common_options, open_model
+from .device_options import common_options
+from .options import ModelChoice, open_model
 
 CODECS = ("nuq",)
 
@@ -44,7 +45,7 @@ def command(
     tokens: int,
     context: int,
     as_json: bool,
-    device: str,
+    device: str | None,
     threads: int | None,
     verbose: bool,
 ) -> None:

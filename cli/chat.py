@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import __version__
-from ..errors import ContextFullError, KvrtError, UsageError
+from ..errors import ContextFullError, KvrtError, OutOfMemoryError, UsageError
 from .chat_commands import Leave, run_command
 from .console import (
     DIM,
@@ -150,6 +150,10 @@ class Talk:
                     _clear(progress)
                     shown = True
                     emit(piece)
+        except KvrtError:
+            if shown:
+                emit("\n")  # the message begins a line of its own
+            raise
         finally:
             _clear(progress)
         if shown:
@@ -230,7 +234,7 @@ def converse(
             note("\n(stopped)")
         except BrokenPipeError:
             raise
-        except ContextFullError as error:
+        except (ContextFullError, OutOfMemoryError) as error:
             error_line(f"{error}; /clear starts afresh")
         except KvrtError as error:
             error_line(str(error))
@@ -272,13 +276,14 @@ def banner(model: Model, chat: Chat, *, interactive: bool) -> str:
     from ..kvstore import bits_per_element, bytes_per_token
 
     config = model.config
-    geometry = cache_geometry(config)
+    geometry, room = cache_geometry(config), model.room()
+    short = "" if room is None or room >= model.max_context else f", memory for about {room:,}"
     lines = [
         f"kvrt {__version__}: {model.name} ({config.model_type}, "
         f"{config.parameters() / 1e6:,.1f} M parameters) on {model.ops.device_name}",
         f"cache {model.spec}: {bits_per_element(geometry, model.spec):.2f} bits per element, "
         f"{bytes_per_token(geometry, model.spec):,.0f} bytes per token; "
-        f"context limit {model.max_context:,}",
+        f"context limit {model.max_context:,}{short}",
     ]
     if chat.messages and interactive:
         lines.append(f"{len(chat.messages)} messages so far")

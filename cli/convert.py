@@ -6,7 +6,7 @@ import click
 
 from ..errors import UsageError
 from .console import check_unicode, emit, emit_json, user_path
-from .options import common_options
+from .device_options import common_options
 
 
 @click.command("convert")
@@ -20,7 +20,7 @@ def command(
     folder: str,
     force: bool,
     as_json: bool,
-    device: str,
+    device: str | None,
     threads: int | None,
     verbose: bool,
 ) -> None:

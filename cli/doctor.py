@@ -7,14 +7,14 @@ import platform
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 
 import click
 
 from .. import __version__
 from .console import emit, emit_json
-from .options import common_options
+from .device_options import common_options
 
 PACKAGES = (
     "numpy",
@@ -49,7 +49,7 @@ class Check:
 def command(
     context: click.Context,
     as_json: bool,
-    device: str,
+    device: str | None,
     threads: int | None,
     verbose: bool,
 ) -> None:
@@ -72,7 +72,7 @@ def command(
 
 def all_checks() -> Iterator[Check]:
     """Every finding, from the interpreter to the devices."""
-    from ..backends import doctor
+    from ..backends import default_device, doctor, doctor_cuda
 
     yield Check("kvrt", True, __version__)
     yield Check("python", True, f"{platform.python_version()} on {platform.platform()}")
@@ -82,7 +82,9 @@ def all_checks() -> Iterator[Check]:
     yield from _blas()
     for name, ok, detail in doctor():
         yield Check(name, ok, detail)
-    yield _cuda()
+    for name, ok, detail in doctor_cuda():
+        yield Check(name, ok, detail, needed=False)  # the CPU is enough
+    yield Check("default device", True, default_device())
     yield _cache_folder()
 
 
@@ -110,25 +112,6 @@ def _blas() -> Iterator[Check]:
         yield Check("blas", True, detail)
     if not found:
         yield Check("blas", True, "not recognised; numpy's own is used", needed=False)
-
-
-def _cuda() -> Check:
-    """Whether CuPy and a device are here; kvrt runs on the CPU without them."""
-    if util.find_spec("cupy") is None:
-        return Check(
-            "cuda",
-            False,
-            "CuPy is not installed; this version of kvrt computes on the CPU only",
-            needed=False,
-        )
-    try:
-        import cupy
-
-        count = cupy.cuda.runtime.getDeviceCount()
-    except Exception as error:  # a driver that is absent or too old fails in many ways
-        return Check("cuda", False, f"CuPy finds no device: {error}", needed=False)
-    found = f"CuPy {cupy.__version__}, {count} device(s); this version computes on the CPU only"
-    return Check("cuda", True, found, needed=False)
 
 
 def _cache_folder() -> Check:

@@ -12,6 +12,7 @@ import click
 
 from ..errors import UnsupportedError, UsageError
 from .console import emit, read_text_file
+from .device_options import common_options
 from .kv_options import (
     DEFAULT_FORMATS,
     Format,
@@ -22,7 +23,7 @@ from .kv_options import (
     resolve_formats,
 )
 from .main import debug_option
-from .options import ModelChoice, common_options, default_model, open_model
+from .options import ModelChoice, default_model, open_model
 from .report import OBJECT, Column, make_report, output_options
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def eval_options(function: Function) -> Function:
         kv_v: str | None,
         output: str,
         calibration: str | None,
-        device: str,
+        device: str | None,
         threads: int | None,
         verbose: bool,
         **rest: Any,
@@ -195,7 +196,9 @@ def attn(job: Job, tokens: int, details: bool) -> None:
         ),
     ]
     with make_report(job.output, columns, emit) as report:
-        report.heading(f"{sequences.size:,} tokens, sinks and windows off")
+        report.heading(
+            f"{sequences.size:,} tokens, sinks and windows off, on {model.ops.device_name}"
+        )
         for name, error in zip(job.names, errors):
             row: dict[str, Any] = {"kv": name, **error.means(), "tokens": error.tokens}
             row["bits_per_element"] = error.bits_per_element
@@ -223,8 +226,11 @@ def _quality(
         exact, measured = measure_quality(model, job.specs, windows, progress)
     count = f"{len(windows):,} window{'s' * (len(windows) > 1)}"
     with make_report(job.output, columns, emit) as report:
-        report.heading(f"{count} of {context:,} tokens, {exact.tokens:,} tokens scored")
-        report.attach(exact=asdict(exact))
+        device = model.ops.device_name
+        report.heading(
+            f"{count} of {context:,} tokens, {exact.tokens:,} tokens scored, on {device}"
+        )
+        report.attach(exact=asdict(exact), device=device)
         if show_exact and job.output != OBJECT:
             report.row(asdict(exact) | dict.fromkeys(BESIDE_EXACT))
         for name, row in zip(job.names, measured):

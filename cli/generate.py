@@ -59,6 +59,7 @@ def command(
     if generation.finish_reason == "context":
         note(f"kvrt: the context of {model.max_context:,} tokens is full; the text stops here")
     if verbose:
+        note(f"device: {generation.device}")
         timings = run.session.timings
         for line in timing_lines(timings, generation.cache_bytes, generation.peak_bytes):
             note(line)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .console import emit, emit_json, format_bytes
+from .device_options import common_options
 from .kv_options import kv_list_options, resolve_formats
-from .options import common_options
 
 if TYPE_CHECKING:
     from ..kvstore import KVSpec
@@ -28,7 +28,7 @@ def command(
     kv_k: str | None,
     kv_v: str | None,
     as_json: bool,
-    device: str,
+    device: str | None,
     threads: int | None,
     verbose: bool,
 ) -> None:
@@ -37,9 +37,6 @@ def command(
     MODEL is a folder, the name of a pulled model, or synthetic:NAME, a published shape. Weights are
     not read, only their headers.
     """
-    from ..backends import check_device
-
-    check_device(device)
     formats = resolve_formats(kv, kv_k, kv_v, DEFAULT_FORMATS)
     facts, full_bytes = model_facts(model, [chosen.spec for chosen in formats])
     if as_json:

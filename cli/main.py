@@ -154,6 +154,9 @@ def _explain(error: BaseException) -> int:
         return INTERRUPTED
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
+    if isinstance(error, MemoryError):
+        error_line(f"out of memory: {error}" if str(error) else "out of memory")
+        return KvrtError.exit_code
     text = str(error) or "no message"
     error_line(f"internal error: {type(error).__name__}: {text}; --debug shows the traceback")
     return 1

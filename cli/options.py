@@ -20,11 +20,11 @@ from .console import (
     note,
     read_stdin,
     read_text_file,
-    show_log,
     stdin_is_terminal,
 )
+from .device_options import common_options
 from .kv_options import KV_HELP, calibration_option, kv_side_options, resolve_kv
-from .main import CommandState, debug_option
+from .main import CommandState
 
 if TYPE_CHECKING:
     from ..generate import Model
@@ -49,16 +49,18 @@ SAMPLING: tuple[tuple[tuple[str, ...], str, type, str], ...] = (
 class ModelChoice:
     """Which model to load and how; None as model means the default one, pulled if absent.
 
-    `kv_is_default`: no one asked for this cache format, so a model that it does not fit gets f16.
+    No device is the default one. `kv_is_default`: no one asked for this cache format, so a model
+    that it does not fit gets f16. `check_memory`: refuse a context that has no room on a GPU.
     """
 
     model: str | None
     kv: str
     max_context: int | None
-    device: str
+    device: str | None
     threads: int | None
     calibration: str | None = None
     kv_is_default: bool = False
+    check_memory: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,45 +72,6 @@ class SamplingFlags:
     def over(self, base: SamplingParams) -> SamplingParams:
         """The parameters in effect: `base` (the model's own), changed where a flag was given."""
         return replace(base, **self.named)
-
-
-def _device(context: click.Context, parameter: click.Parameter, value: str) -> str:
-    from ..backends import check_device
-
-    check_device(value)
-    return value
-
-
-def common_options(function: Function) -> Function:
-    """--device, -t/--threads, -v/--verbose as `device`, `threads`, `verbose`; and --debug."""
-    threads = click.option(
-        "-t",
-        "--threads",
-        type=click.IntRange(min=1),
-        metavar="N",
-        help="Threads to compute with.  [default: all cores]",
-    )
-    return device_options(threads(function))
-
-
-def device_options(function: Function) -> Function:
-    """--device, -v/--verbose as `device`, `verbose`; and --debug."""
-    for option in (
-        debug_option,
-        click.option(
-            "-v", "--verbose", is_flag=True, callback=_verbose, help="Say more, on stderr."
-        ),
-        click.option(
-            "--device",
-            default="cpu",
-            show_default=True,
-            metavar="NAME",
-            callback=_device,
-            help="Where to compute: cpu.",
-        ),
-    ):
-        function = option(function)
-    return function
 
 
 def model_options(function: Function) -> Function:
@@ -131,7 +94,7 @@ def model_options_with(default_kv: str) -> Callable[[Function], Function]:
             kv_v: str | None,
             calibration: str | None,
             ctx_size: int,
-            device: str,
+            device: str | None,
             threads: int | None,
             **rest: Any,
         ) -> Any:
@@ -263,18 +226,22 @@ def open_model(choice: ModelChoice, remark: Callable[[str], None] = note) -> Mod
     `remark` is told where another cache format than the default one had to be taken.
     """
     from ..generate import load
+    from .progress import loading_progress
 
     name = default_model() if choice.model is None else choice.model
     kv, reason = _fitting(choice.kv, name) if choice.kv_is_default else (choice.kv, "")
-    model = load(
-        name,
-        device=choice.device,
-        kv=kv,
-        max_context=choice.max_context,
-        threads=choice.threads,
-        calibration=choice.calibration,
-        debug=_debugging(),
-    )
+    with loading_progress() as progress:
+        model = load(
+            name,
+            device=choice.device,
+            kv=kv,
+            max_context=choice.max_context,
+            threads=choice.threads,
+            calibration=choice.calibration,
+            debug=_debugging(),
+            progress=progress,
+            check_memory=choice.check_memory,
+        )
     if reason:
         remark(reason)
     return model
@@ -367,9 +334,3 @@ def _check_biases(
         SamplingParams(logit_bias=biases)
     except UsageError as error:
         raise click.BadParameter(str(error), context, parameter) from None
-
-
-def _verbose(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
-    if value:
-        show_log(verbose=True)
-    return value

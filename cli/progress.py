@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
 from typing import TYPE_CHECKING, TextIO
 
+from ..progress import Progress, silent
 from .console import format_bytes, note
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _REDRAW_S = 0.1
+_LONG_S = 1.0
 _BAR_WIDTH = 32
 
 
 class ConsoleProgress:
     """A kvrt Progress: a bar on a terminal, else one line a stage.
 
-    `amount` puts a count of the job's units into words. As a context manager it takes the bar away
-    at the end, after an error too.
+    `amount` puts a count of the job's units into words; a stage that ends within `delay_s` is not
+    shown. As a context manager it takes the bar away at the end, after an error too.
     """
 
     def __init__(
@@ -28,10 +31,13 @@ class ConsoleProgress:
         stream: TextIO,
         clock: Callable[[], float] = monotonic,
         amount: Callable[[int], str] = format_bytes,
+        delay_s: float = 0.0,
     ) -> None:
         self._stream = stream
         self._clock = clock
         self._amount = amount
+        self._delay_s = delay_s
+        self._began_at = 0.0
         self._stage = ""
         self._drawn_at = float("-inf")
         self._console: Console | None = None
@@ -51,6 +57,10 @@ class ConsoleProgress:
                 note(f"kvrt: {stage}" + (f" ({self._amount(total)})" if total else ""))
             return
         now = self._clock()
+        if new:
+            self._began_at = now
+        if now - self._began_at < self._delay_s:
+            return
         finished = total is not None and done >= total
         if new or finished or now - self._drawn_at >= _REDRAW_S:
             self._drawn_at = now
@@ -85,6 +95,13 @@ class ConsoleProgress:
 def console_progress(amount: Callable[[int], str] = format_bytes) -> ConsoleProgress:
     """The progress of a long job for the person at the terminal, on stderr."""
     return ConsoleProgress(sys.stderr, amount=amount)
+
+
+def loading_progress() -> AbstractContextManager[Progress]:
+    """The progress of a load that takes long, for a person at a terminal alone."""
+    if not sys.stderr.isatty():
+        return nullcontext(silent)
+    return ConsoleProgress(sys.stderr, delay_s=_LONG_S)
 
 
 def tokens(count: int) -> str:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import click
 
 from .console import check_unicode, emit, emit_json, note
-from .options import common_options
+from .device_options import common_options
 
 
 @click.command("pull")
 @click.argument("name")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @common_options
-def command(name: str, as_json: bool, device: str, threads: int | None, verbose: bool) -> None:
+def command(
+    name: str, as_json: bool, device: str | None, threads: int | None, verbose: bool
+) -> None:
     """Fetch a model once and print its folder.
 
     NAME is smollm2, or ORG/NAME[@REVISION] on Hugging Face. A model that is here already is left

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .backends.memory import peak_resident_bytes
 from .conversation import Message, as_text, from_json, is_text, new_message, to_json
 from .errors import ContextFullError, StorageError, TemplateError, UnsupportedError, UsageError
 from .paths import atomic_write
@@ -24,7 +23,10 @@ _CONVERSATION = "conversation"  # its name among the texts of a saved cache
 
 @dataclass(frozen=True)
 class ChatStats:
-    """Figures of a conversation: `timings` are the last answer's, bytes are of the KV cache."""
+    """Figures of a conversation: `timings` are the last answer's, cache bytes the KV cache's.
+
+    `peak_bytes` is the most memory held at once so far: the process's, on a GPU the allocator's.
+    """
 
     messages: int
     cached_tokens: int
@@ -194,7 +196,7 @@ class Chat:
             max_context=self.session.store.max_tokens,
             cache_bytes=store.bytes,
             bits_per_element=store.bits_per_element,
-            peak_bytes=peak_resident_bytes(),
+            peak_bytes=self.model.ops.peak_bytes(),
             timings=self.session.timings,
         )
 

@@ -1,19 +1,19 @@
-"""Load a model and let it speak: `load`, `Model`, and what a finished run returns."""
+"""Load a model and let it speak: `load`, `Model`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from operator import index
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .backends.memory import peak_resident_bytes
-from .errors import ContextFullError, UsageError
+from .errors import ContextFullError, OutOfMemoryError, UsageError
+from .generation import Generation, Run
+from .progress import Progress, Watched, silent
 from .sampler import Sampler, SamplingParams
-from .session import Cancel, FinishReason, PrefillProgress, Session, Step, Timings
+from .session import Cancel, FinishReason, PrefillProgress, Session, Step, Timings, growing
 
 if TYPE_CHECKING:
     from .backends import Ops
@@ -25,68 +25,6 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 __all__ = ["FinishReason", "Generation", "Model", "Session", "Step", "Timings", "load"]
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A finished continuation.
-
-    `token_ids` are the generated tokens without the stop token that ended them; seconds are of
-    compute only (no loading); `tokens_per_s` is generated tokens / `decode_s`, 0.0 for fewer than
-    two tokens; `cache_bytes` is the KV cache at the end, `peak_bytes` the process's peak resident
-    memory so far.
-    """
-
-    text: str
-    token_ids: list[int]
-    prompt_tokens: int
-    prefill_s: float
-    decode_s: float
-    tokens_per_s: float
-    finish_reason: FinishReason
-    kv: str
-    cache_bytes: int
-    peak_bytes: int
-
-
-class Run:
-    """A continuation in progress: iterate over its steps, then ask for the `generation`.
-
-    `session` is the cache that it fills.
-    """
-
-    def __init__(self, session: Session, steps: Iterator[Step], spec: KVSpec) -> None:
-        self.session = session
-        self._steps = steps
-        self._spec = spec
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._reason: FinishReason = "interrupted"
-
-    def __iter__(self) -> Iterator[Step]:
-        for step in self._steps:
-            self._text.append(step.text)
-            if step.token_id is not None:
-                self._token_ids.append(step.token_id)
-            if step.finish_reason is not None:
-                self._reason = step.finish_reason
-            yield step
-
-    def generation(self) -> Generation:
-        """Everything generated so far, with the timings."""
-        timings = self.session.timings
-        return Generation(
-            text="".join(self._text),
-            token_ids=list(self._token_ids),
-            prompt_tokens=timings.prompt_tokens,
-            prefill_s=timings.prefill_s,
-            decode_s=timings.decode_s,
-            tokens_per_s=timings.tokens_per_s,
-            finish_reason=self._reason,
-            kv=str(self._spec),
-            cache_bytes=self.session.store.stats().bytes,
-            peak_bytes=peak_resident_bytes(),
-        )
 
 
 class Model:
@@ -111,8 +49,10 @@ class Model:
         new_store: Callable[[KVSpec], KVStore],
         sampling: SamplingParams,
         fingerprint: Callable[[], str],
+        device: str = "cpu",
     ) -> None:
         self.name = name
+        self.device = device
         self.config = config
         self.tokenizer = tokenizer
         self.decoder = decoder
@@ -126,9 +66,22 @@ class Model:
 
     def __repr__(self) -> str:
         return (
-            f"Model({self.name!r}, device={self.ops.name!r}, kv={str(self.spec)!r}, "
+            f"Model({self.name!r}, device={self.device!r}, kv={str(self.spec)!r}, "
             f"max_context={self.max_context})"
         )
+
+    def room(self) -> int | None:
+        """Tokens of a new cache that a GPU has memory for now, at most the context limit.
+
+        None on a CPU, whose system gives and takes memory as it likes.
+        """
+        from .backends import available_memory
+        from .room import fitting_context
+
+        if self.device == "cpu":
+            return None
+        geometry, free = cache_geometry(self.config), available_memory(self.device)
+        return fitting_context(self.config, geometry, self.spec, 0, self.max_context, free)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -137,7 +90,8 @@ class Model:
 
     def new_store(self, spec: KVSpec | None = None) -> KVStore:
         """An empty cache of this model's geometry and context limit; None is its own format."""
-        return self._new_store(spec or self.spec)
+        with growing((), 0):
+            return self._new_store(spec or self.spec)
 
     def new_session(self) -> Session:
         """A session with an empty cache, for callers that feed tokens themselves."""
@@ -147,14 +101,16 @@ class Model:
         """Next-token logits after each of `token_ids`: (n, vocab_size) f32, from an empty cache.
 
         Raises UsageError for no ids or ids outside the vocabulary, ContextFullError for more ids
-        than the context limit.
+        than the context limit, OutOfMemoryError where the device has no memory for them.
         """
         ids = self._checked_ids(token_ids)
         if len(ids) > self.max_context:
             raise ContextFullError(
                 f"got {len(ids):,} tokens, more than the context limit of {self.max_context:,}"
             )
-        return self.decoder.prefill(ids, self.new_store(), all_logits=True)
+        store = self.new_store()
+        with growing(store, len(ids)):
+            return self.decoder.prefill(ids, store, all_logits=True)
 
     def generate(
         self,
@@ -168,7 +124,7 @@ class Model:
         None means until a stop or the context limit. The text follows the prompt's as it is, its
         leading space kept, and ends before the first of the `stop` strings. Without `sampling` it
         is the model's own. Raises UsageError for an empty prompt, ContextFullError for one that
-        does not fit.
+        does not fit, OutOfMemoryError where the device has no memory left.
         """
         run = self.start(prompt, max_tokens, sampling, stop)
         for _ in run:
@@ -208,7 +164,7 @@ class Model:
         steps = session.run(
             ids, max_tokens, sampler, stop, continued=continued, cancel=cancel, progress=progress
         )
-        return Run(session, steps, self.spec)
+        return Run(session, steps, self.spec, self.ops)
 
     def new_sampler(self, sampling: SamplingParams | None = None) -> Sampler:
         """A sampler whose token ids are checked against this model's vocabulary.
@@ -248,38 +204,55 @@ class Model:
 
 def load(
     path_or_name: str,
-    device: str = "cpu",
+    device: str | None = None,
     kv: str = "f16",
     max_context: int | None = None,
     threads: int | None = None,
     calibration: str | None = None,
     debug: bool = False,
+    *,
+    progress: Progress = silent,
+    check_memory: bool = True,
 ) -> Model:
     """Load a model folder, a pulled model by name, or "synthetic:NAME": random weights.
 
-    `kv` names the cache format; `calibration` the file that nuq formats need, where the model has
-    none of its own; `max_context` limits the cached tokens (default: the model's own
-    limit; memory is taken as the cache grows); `threads` defaults to all cores; `debug` has the
-    cache refuse keys and values that are not finite. Everything that can be refused is refused
-    before a weight is read. Raises ModelNotFoundError, UsageError or
-    UnsupportedError for a request that cannot be met, ConfigError, WeightError or TokenizerError
-    for a broken folder.
+    `device` is "cpu", "cuda" or "cuda:N" (default: "cuda" where it can be used, else "cpu"); `kv`
+    names the cache format; `calibration` the file that nuq formats need, where the model has none
+    of its own; `max_context` limits the cached tokens (default: the model's own limit; memory is
+    taken as the cache grows); `threads` are the CPU's and default to all cores; `debug` has the
+    cache refuse keys and values that are not finite; `progress` is told how many bytes of weights
+    are loaded. Everything that can be refused is refused before a weight is read, also a context
+    that was asked for and has no room in a GPU's memory, unless `check_memory` is off. Raises
+    ModelNotFoundError, UsageError or UnsupportedError for a request that cannot be met,
+    ConfigError, WeightError or TokenizerError for a broken folder, OutOfMemoryError where memory
+    ends all the same.
     """
-    from .backends import available_memory, check_device, check_threads, get_ops
+    from .backends import (
+        available_memory,
+        check_device,
+        check_threads,
+        default_device,
+        end_loading,
+        get_ops,
+    )
     from .backends.memory import release_freed
     from .calibrations import Calibrations
     from .kvstore import KVSpec
     from .models.decoder import Decoder
+    from .room import check_room, check_weights
     from .source import find_source
 
     spec = KVSpec.parse(kv)
-    check_device(device)
+    if device is not None:
+        check_device(device)
     source = find_source(path_or_name)
     config = source.config
     limit = config.max_context
     if max_context is not None:
         limit = _checked_context(max_context, source.context_limit)
-    spec.check(cache_geometry(config), source.context_limit)
+    geometry = cache_geometry(config)
+    spec.check(geometry, source.context_limit)
+    device = default_device() if device is None else device
     check_threads(device, threads)
     sampling = source.sampling()
     tokenizer = source.tokenizer()
@@ -292,10 +265,23 @@ def load(
     calibrations = Calibrations(source.folder, calibration, config, fingerprint)
     if spec.calibrated:
         calibrations.get()  # what is missing is missed now
-    if source.synthetic:
-        _check_memory(path_or_name, weights.nbytes, available_memory(device))
+    if device != "cpu":
+        if check_memory:
+            check_room(
+                path_or_name, config, geometry, spec, weights.nbytes,
+                max_context, limit, available_memory(device),
+            )  # fmt: skip
+    elif source.synthetic:
+        # Those of a folder can stay in their file. For these the system would end the process.
+        check_weights(path_or_name, weights.nbytes, available_memory(device))
     ops = get_ops(device, threads)  # last, since it may compile kernels
-    decoder = Decoder(config, weights, ops)
+    try:
+        decoder = Decoder(config, Watched(weights, "load", weights.nbytes, progress), ops)
+    except MemoryError as error:
+        raise OutOfMemoryError(f"no memory for the weights of {path_or_name}: {error}") from error
+    finally:
+        end_loading(ops)
+    progress("load", weights.nbytes, weights.nbytes)
     return Model(
         name=path_or_name,
         config=config,
@@ -308,6 +294,7 @@ def load(
         new_store=_store_maker(decoder, limit, calibrations, debug),
         sampling=sampling,
         fingerprint=fingerprint,
+        device=device,
     )
 
 
@@ -337,15 +324,6 @@ def _store_maker(
         )  # fmt: skip
 
     return new_store
-
-
-def _check_memory(name: str, weight_bytes: int, memory_bytes: int) -> None:
-    # Random weights cannot stay in a mapped file: the system would end the process instead.
-    if 0 < memory_bytes < weight_bytes:
-        raise UsageError(
-            f"the weights of {name} take {weight_bytes / 2**30:,.1f} GiB, more than the "
-            f"{memory_bytes / 2**30:,.1f} GiB of memory that are free"
-        )
 
 
 def _checked_context(asked: int, model_limit: int) -> int:

@@ -6,15 +6,17 @@ keys and values lie at position i of the store. Everything else (Model, Chat) go
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from .errors import ContextFullError, StorageError, UsageError
+from .errors import ContextFullError, OutOfMemoryError, StorageError, UsageError
 
 if TYPE_CHECKING:
     from .kvstore import KVStore
@@ -218,7 +220,8 @@ class Session:
 
         The longest prefix already cached is kept, up to all tokens but the last (whose logits are
         asked for); the cache is truncated there and the rest is computed. Raises UsageError for no
-        tokens and ContextFullError before anything is changed.
+        tokens and ContextFullError before anything is changed, OutOfMemoryError with that prefix
+        cached where the device has no memory for the rest.
         """
         ids = list(token_ids)
         if not ids:
@@ -231,10 +234,11 @@ class Session:
             self.store.truncate(kept)
         started = perf_counter()
         rest = ids[kept:]
-        if len(rest) == 1:
-            logits = self._decoder.decode(rest[0], self.store)
-        else:
-            logits = self._decoder.prefill(rest, self.store, progress=progress)
+        with growing(self.store, len(rest)):
+            if len(rest) == 1:
+                logits = self._decoder.decode(rest[0], self.store)
+            else:
+                logits = self._decoder.prefill(rest, self.store, progress=progress)
         self.tokens.extend(rest)
         seconds = perf_counter() - started
         self.timings = Timings(prompt_tokens=len(ids), reused_tokens=kept, prefill_s=seconds)
@@ -292,7 +296,8 @@ class Session:
             started = perf_counter()
             if last is not None:
                 # The token is in the cache before its id is in the list: _agree() relies on it.
-                logits = self._decoder.decode(last, self.store)
+                with growing(self.store, 1):
+                    logits = self._decoder.decode(last, self.store)
                 self.tokens.append(last)
             last = sampler.sample(logits, self.tokens)
             timings.decode_s += perf_counter() - started
@@ -319,6 +324,24 @@ class Session:
         del self.tokens[common:]
         if len(self.store) > common:
             self.store.truncate(common)
+
+
+@contextmanager
+def growing(store: Sized, tokens: int) -> Iterator[None]:
+    """Turn an allocator's error, while a cache grows, into one that says what the device holds.
+
+    Raises OutOfMemoryError.
+    """
+    try:
+        yield
+    except MemoryError as error:
+        # Activations of the calls that failed would be held for as long as the error is.
+        clear_frames(error.__traceback__)
+        missing = f"{tokens:,} more" if tokens else "a cache"
+        raise OutOfMemoryError(
+            f"context limit on this device: {len(store):,} tokens are cached and there is no "
+            f"memory for {missing} ({error})"
+        ) from error
 
 
 class _Cancelled(KeyboardInterrupt):

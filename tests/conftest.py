@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from kvrt import hub
+from kvrt import backends, hub
 from kvrt.backends import get_ops
 from kvrt.backends.cpu import CpuOps
 
@@ -45,6 +45,13 @@ def cuda_devices() -> int:
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return 0
     return count.value
+
+
+@pytest.fixture(autouse=True)
+def cpu_by_default(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What names no device is computed on the CPU, also where there is a GPU."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(backends, "default_device", lambda: "cpu")
 
 
 @pytest.fixture(scope="session")

@@ -11,13 +11,11 @@ from ..errors import KernelError
 from .cpu_math import F32, KINDS
 from .cuda_cache import CacheKernels, Device
 from .ops import Array, Linear, Matrix, Norm, RandomMatrix
+from .projection_shape import blocks_an_sm, projection_shape
 from .view import TOKEN_ID, Extent
 
 _THREADS = 256
 """Of a block."""
-
-_SHARED = 200 * 1024
-"""Bytes of a multiprocessor's shared memory that the inputs of its projections may take."""
 
 _DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
 
@@ -48,6 +46,11 @@ class CudaOps(CacheKernels):
 
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
         return self.device.empty(shape, dtype)
+
+    def expect(self, count: int, nbytes: int) -> None:
+        # The driver gives 2 MiB at least for each request; CuPy cuts what it has, in steps of 512.
+        # Freed at once, this is what it has.
+        self.empty((count * -(-nbytes // 512) * 512,), np.uint8)
 
     def to_device(self, array: np.ndarray) -> Array:
         return self.device.upload(array)
@@ -200,12 +203,12 @@ class CudaOps(CacheKernels):
         )  # fmt: skip
 
     def _project(self, kernel: str, kind: int, tasks: int, x: Array, cols: int, *rest: Any) -> None:
-        """Launch a kernel of gemv.cu over so many tasks, one for a warp at a time."""
-        shared = -(-cols // 256) * 256 * 4
-        resident = max(min(3, _SHARED // shared), 1)
-        blocks = min(-(-tasks // (_THREADS // 32)), self.device.multiprocessors * resident)
-        module = self.device.module("gemv.cu", {"KIND": kind})
-        module.launch(kernel, (blocks,), (_THREADS,), x, cols, *rest, shared=shared)
+        """Launch a kernel of gemv.cu over so many pairs of rows."""
+        threads, shared = projection_shape(kind, cols, self.device.max_shared)
+        blocks = min(tasks, self.device.multiprocessors * blocks_an_sm(threads))
+        self.device.module("gemv.cu", {"KIND": kind}).launch(
+            kernel, (blocks,), (threads,), x, cols, *rest, shared=shared, overlap=True
+        )
 
     # A decode step
 

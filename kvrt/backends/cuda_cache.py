@@ -30,6 +30,7 @@ class Device(Protocol):
     xp: Any  # CuPy, or NumPy
     name: str
     multiprocessors: int
+    max_shared: int  # bytes of shared memory that a block may have
 
     @property
     def label(self) -> str: ...  # for people
@@ -65,9 +66,9 @@ class _Mirror:
 
 
 @lru_cache(maxsize=512)
-def _variant(settings: bytes) -> dict[str, Any]:
-    """Options of the attention kernel for a layer's settings."""
-    return compiled(np.frombuffer(settings, np.int64).tolist())
+def _variant(settings: bytes, shared: int) -> dict[str, Any]:
+    """Options of the attention kernel for a layer's settings, and a device's shared memory."""
+    return compiled(np.frombuffer(settings, np.int64).tolist(), shared)
 
 
 def prefill_geometry(dim: int) -> tuple[int, int]:
@@ -82,6 +83,11 @@ class CacheKernels:
     """Kernels over a store's memory. Shapes are those of `Ops`."""
 
     device: Device
+    _entered = 0
+    """The layer that `enter` was called for last, by its address; 0 after its attention.
+
+    Attention reads pages before the kernel ahead of it has ended, so that must be `enter`.
+    """
 
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
         raise NotImplementedError
@@ -210,6 +216,7 @@ class CacheKernels:
             "enter", (rows,), (32,), view.address, self._lengths(view.extent), qkv, heads, *gains,
             shared=dim * 4, overlap=True,
         )  # fmt: skip
+        self._entered = view.address
 
     # Attention
 
@@ -223,7 +230,7 @@ class CacheKernels:
             raise KernelError(
                 f"attend: q {q.shape}, out {out.shape}, cache ({kv_heads} heads, {view.head_dim})"
             )
-        defines = _variant(view.settings.tobytes())
+        defines = _variant(view.settings.tobytes(), self.device.max_shared)
         warps, stages = defines["WARPS"], defines["STAGES"]
         rows = kv_heads * -(-group // QUERY_HEADS)
         splits = max(self.device.multiprocessors // rows, 1)
@@ -232,8 +239,9 @@ class CacheKernels:
         self.device.module("attend.cu", defines).launch(
             "attend", (splits, rows), (warps * 32,), q, view.address, self._lengths(view.extent),
             scale * _LOG2_E, group, window or 0, partials, arrivals, out,
-            shared=shared_bytes(defines, warps, stages, splits),
+            shared=shared_bytes(defines, warps, stages), overlap=self._entered == view.address,
         )  # fmt: skip
+        self._entered = 0
 
     def attend_causal(
         self, q: Array, keys: Array, values: Array, scale: float, window: int | None

@@ -13,11 +13,11 @@ import numpy as np
 
 from ..cuda_src import SOURCE_DIR
 from ..errors import KernelError, OutOfMemoryError, UnsupportedError
-from . import cuda_graph, dependent_launch, nvrtc
+from . import cuda_graph, cuda_probe, dependent_launch, nvrtc
 from .cubin_cache import get_cubin, sources_digest
+from .cuda_memory import DeviceMemory
 from .nvrtc import Cubin
 from .signatures import read_signatures
-from .upload import LEAST_BYTES, Uploader
 
 OLDEST = (8, 0)
 """Compute capability that the kernels need: asynchronous copies, bf16 in tensor cores."""
@@ -25,11 +25,10 @@ OLDEST = (8, 0)
 _PINNED_BYTES = 4 << 20
 """Arrays up to this size come to the host through pinned memory, of which a pool is kept."""
 
-_PROBE_BYTES = 1 << 30
-"""Read at once to measure bandwidth: many times the second-level cache."""
-
 _CUDA_TYPES = {"float32": 0, "float16": 2, "bfloat16": 14}  # cudaDataType
 _COMPUTE_F32, _ALGORITHM = 68, -1  # CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT
+# What it says where it cannot have the memory that it begins with.
+_CUBLAS_NO_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
 
 _MAX_GRID = (2**31 - 1, 65535, 65535)
 _MAX_BLOCK = (1024, 1024, 64)
@@ -37,6 +36,7 @@ _MAX_THREADS = 1024
 _FREE_SHARED = 48 * 1024  # bytes of shared memory that need no permission
 _FIXED_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 
 
 def import_cupy() -> Any:
@@ -58,7 +58,7 @@ def import_cupy() -> Any:
     return cupy
 
 
-class CudaDevice:
+class CudaDevice(DeviceMemory):
     """A GPU by its number; its modules are compiled and loaded once."""
 
     def __init__(self, index: int = 0, cupy: Any = None):
@@ -83,8 +83,6 @@ class CudaDevice:
         self.overlaps = dependent_launch.supported(self.compute_capability, self.driver_version)
         self._modules: dict[tuple[Any, ...], CudaModule] = {}
         self._lock = threading.Lock()
-        self._uploader: Uploader | None = None
-        self._peak = 0  # bytes, before the allocator last gave something back
 
     @property
     def arch(self) -> str:
@@ -104,83 +102,7 @@ class CudaDevice:
     @property
     def driver_version(self) -> tuple[int, int]:
         """The newest CUDA version that the driver knows."""
-        version = self.xp.cuda.runtime.driverGetVersion()
-        return version // 1000, version % 1000 // 10
-
-    def use(self) -> None:
-        """Make it the calling thread's current device, as CuPy's arrays need it."""
-        self.handle.use()
-
-    # Memory
-
-    def memory(self) -> tuple[int, int]:
-        """Bytes of the device's memory: (free, total)."""
-        free, total = self.handle.mem_info
-        return int(free), int(total)
-
-    def available_bytes(self) -> int:
-        """Bytes that arrays can still take: what is free, what the allocator holds unused.
-
-        No more than a limit leaves that was set on CuPy's allocator; 1 where there is none.
-        """
-        with self.handle:
-            pool = self.xp.get_default_memory_pool()
-            available = self.memory()[0] + int(pool.free_bytes())
-            limit = int(pool.get_limit())
-            if limit:
-                available = min(available, limit - int(pool.used_bytes()))
-        return max(available, 1)
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """An array with undefined contents. Raises OutOfMemoryError."""
-        return self._allocate(self.xp.empty, shape, dtype)
-
-    def zeros(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """An array of zeros. Raises OutOfMemoryError."""
-        return self._allocate(self.xp.zeros, shape, dtype)
-
-    def upload(self, array: Any) -> Any:
-        """A contiguous array of the device with the same numbers. Raises OutOfMemoryError."""
-        if not isinstance(array, np.ndarray) or array.nbytes < LEAST_BYTES:
-            held = self._allocate(self.xp.asarray, array)
-            return self._allocate(self.xp.ascontiguousarray, held)
-        held = self.empty(array.shape, array.dtype)
-        if self._uploader is None:
-            self._uploader = Uploader(self.xp)
-        self._uploader.copy(np.ascontiguousarray(array), held)
-        return held
-
-    def end_uploads(self) -> None:
-        """Give back the buffers that uploads go through; the next large one makes them anew."""
-        if self._uploader is not None:
-            self._uploader.close()
-            self._uploader = None
-
-    def _allocate(self, make: Callable[..., Any], *arguments: Any) -> Any:
-        self.use()
-        try:
-            return make(*arguments)
-        except MemoryError:  # CuPy's is one, too
-            # A limit on the pool counts what it holds unused, in blocks of other sizes.
-            self.peak_bytes()
-            self.xp.get_default_memory_pool().free_all_blocks()
-        try:
-            return make(*arguments)
-        except MemoryError as error:
-            raise OutOfMemoryError(f"{self.label} has no memory left: {error}") from error
-
-    def reset_peak(self) -> bool:
-        """Begin to measure the peak anew: what the allocator holds unused goes back first."""
-        self.synchronize()
-        self.xp.get_default_memory_pool().free_all_blocks()
-        self._peak = 0
-        return True
-
-    def peak_bytes(self) -> int:
-        """The most that CuPy's allocator held at once: it gives nothing back unless told to."""
-        held = int(self.xp.get_default_memory_pool().total_bytes())
-        self._peak = max(self._peak, held)
-        return self._peak
+        return _driver_version(self.xp)
 
     def address(self, array: Any) -> int:
         """The address of an array's first element."""
@@ -211,37 +133,29 @@ class CudaDevice:
         """Launches that are the same each time, as a graph; what `keep` gives lives as long."""
         return cuda_graph.Program(self.xp, run, keep) if cuda_graph.wanted() else run
 
-    def synchronize(self) -> None:
-        """Wait for all that was launched on the device."""
-        self.handle.synchronize()
-
     def read_bandwidth(self) -> float:
         """Bytes a second at which the device reads its memory, measured now."""
-        xp, sums = self.xp, self.xp.empty(8 * self.multiprocessors * 256, "uint32")
-        buffer = xp.ones(_PROBE_BYTES // 16, "complex128")
-        module, best = self.module("layers.cu"), float("inf")
-        for _ in range(6):
-            begin, end = xp.cuda.Event(), xp.cuda.Event()
-            begin.record()
-            module.launch(
-                "read_words", (8 * self.multiprocessors,), (256,), buffer, len(buffer), sums
-            )
-            end.record()
-            end.synchronize()
-            best = min(best, xp.cuda.get_elapsed_time(begin, end) / 1000)
-        return _PROBE_BYTES / best
+        return cuda_probe.read_bandwidth(self)
 
     def matmul(self, x: Any, weight: Any, out: Any, add: bool) -> None:
         """out (n, rows) f32 = (or +=) x (n, cols) @ weight (rows, cols).T, by cuBLAS."""
         cublas = self.xp.cuda.cublas
         one, start = np.array(1, np.float32), np.array(int(add), np.float32)
         (n, cols), rows, kind = x.shape, weight.shape[0], _CUDA_TYPES[str(x.dtype)]
-        # cuBLAS counts columns first: it computes the transpose of out.
-        cublas.gemmEx(
-            self.xp.cuda.device.get_cublas_handle(), cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N,
-            rows, n, cols, one.ctypes.data, weight.data.ptr, kind, cols, x.data.ptr, kind, cols,
-            start.ctypes.data, out.data.ptr, _CUDA_TYPES["float32"], rows, _COMPUTE_F32, _ALGORITHM,
-        )  # fmt: skip
+        try:
+            # cuBLAS counts columns first: it computes the transpose of out.
+            cublas.gemmEx(
+                self.xp.cuda.device.get_cublas_handle(), cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N,
+                rows, n, cols, one.ctypes.data, weight.data.ptr, kind, cols, x.data.ptr, kind, cols,
+                start.ctypes.data, out.data.ptr, _CUDA_TYPES["float32"], rows,
+                _COMPUTE_F32, _ALGORITHM,
+            )  # fmt: skip
+        except Exception as error:
+            if any(status in str(error) for status in _CUBLAS_NO_MEMORY):
+                raise OutOfMemoryError(f"{self.label} has no memory for cuBLAS: {error}") from error
+            raise KernelError(
+                f"cuBLAS: ({n}, {cols}) times ({rows}, {cols}), {x.dtype}: {error}"
+            ) from error
 
     def module(self, name: str, defines: Mapping[str, Any] | None = None) -> CudaModule:
         """A source compiled with -D options, loaded; compiled once, then from the disk.
@@ -275,6 +189,7 @@ class CudaModule:
                 ) from error
         self._functions: dict[str, tuple[Any, int]] = {}  # with bytes of shared memory of their own
         self._granted: dict[str, int] = {}  # bytes of dynamic shared memory, where over 48 KB
+        self._carved: set[str] = set()
 
     def launch(
         self,
@@ -306,6 +221,7 @@ class CudaModule:
             with self.device.handle:
                 function = self._function(kernel, shared)
                 if overlap and self.device.overlaps:
+                    self._prefer_shared(kernel, function)
                     stream = self.device.xp.cuda.get_current_stream().ptr
                     dependent_launch.launch(function.ptr, sizes, threads, values, shared, stream)
                 else:
@@ -336,6 +252,20 @@ class CudaModule:
             driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED, room)
             self._granted[kernel] = self.device.max_shared
         return function
+
+    def _prefer_shared(self, kernel: str, function: Any) -> None:
+        """Split the multiprocessor's memory the same way for all kernels that overlap.
+
+        It must be idle before it is split anew.
+        """
+        if kernel not in self._carved:
+            self.device.xp.cuda.driver.funcSetAttribute(function.ptr, _SHARED_CARVEOUT, 100)
+            self._carved.add(kernel)
+
+
+def _driver_version(cupy: Any) -> tuple[int, int]:
+    version = cupy.cuda.runtime.driverGetVersion()
+    return version // 1000, version % 1000 // 10
 
 
 def _address(kernel: str, value: Any) -> Any:
@@ -379,6 +309,8 @@ def describe() -> list[tuple[str, bool, str]]:
     lines = []
     try:
         cupy = import_cupy()
+        newest = ".".join(map(str, _driver_version(cupy)))
+        lines.append(("CuPy", True, f"{cupy.__version__}; the driver takes CUDA {newest}"))
         for index in range(cupy.cuda.runtime.getDeviceCount()):
             lines.append(_describe_device(cupy, index))
     except UnsupportedError as error:

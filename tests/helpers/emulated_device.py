@@ -19,6 +19,7 @@ class EmulatedDevice:
     label = "emulated GPU"
     build = "emulator"
     multiprocessors = 4
+    max_shared = 227 * 1024
 
     def __init__(self) -> None:
         self._modules: dict[Any, EmulatedModule] = {}

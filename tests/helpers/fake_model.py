@@ -141,7 +141,9 @@ def fake_model(
         "config": SimpleNamespace(vocab_size=VOCAB_SIZE, max_context=max_context),
         "tokenizer": FakeTokenizer(template=template),
         "decoder": FakeDecoder(script),
-        "ops": SimpleNamespace(name="cpu", device_name="fake", threads=1),
+        "ops": SimpleNamespace(
+            name="cpu", device_name="fake", threads=1, peak_bytes=lambda: 12_345
+        ),
         "new_store": lambda spec: FakeStore(max_context),
         "sampling": sampling or SamplingParams(),
         "fingerprint": lambda: "fake",

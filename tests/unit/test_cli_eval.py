@@ -137,6 +137,7 @@ def test_the_exact_model_is_beside_the_rows(model: str, text: str, capsys: Any) 
     assert run(["eval", *args]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["exact"]["kv"] == "exact" and set(data["exact"]) == QUALITY_KEYS
+    assert data["device"].startswith("CPU, ")
     assert data["exact"]["nll"] == pytest.approx(data["rows"][0]["nll"], abs=1e-5)
 
 
@@ -184,7 +185,7 @@ def test_tables_are_for_people(model: str, text: str, capsys: Any) -> None:
     assert run(["eval", "ppl", *common, "--context", "100"]) == 0
     out, err = capsys.readouterr()
     heading, head, exact, *rows = out.splitlines()
-    assert heading == "3 windows of 100 tokens, 297 tokens scored"
+    assert heading.startswith("3 windows of 100 tokens, 297 tokens scored, on CPU, ")
     assert head.split() == ["cache", "bits", "ppl", "dNLL", "KLD", "seconds"]
     assert exact.split()[0] == "exact"
     assert [row.split()[0] for row in rows] == ["f32", LONG]
@@ -195,14 +196,14 @@ def test_tables_are_for_people(model: str, text: str, capsys: Any) -> None:
     assert run(["eval", "kld", *common, "--context", "200"]) == 0
     out, _ = capsys.readouterr()
     heading, head, *rows = out.splitlines()
-    assert heading == "1 window of 200 tokens, 199 tokens scored"
+    assert heading.startswith("1 window of 200 tokens, 199 tokens scored, on CPU, ")
     assert head.split() == ["cache", "bits", "KLD", "top-1", "%", "dNLL", "seconds"]
     assert rows[0].split()[2:4] == ["0.00000", "100.0"]
 
     assert run(["eval", "attn", *common, "--tokens", "130"]) == 0
     out, _ = capsys.readouterr()
     heading, head, *rows = out.splitlines()
-    assert heading == "128 tokens, sinks and windows off"
+    assert heading.startswith("128 tokens, sinks and windows off, on CPU, ")
     assert " ".join(head.split()) == "cache bits keys % scores % values % output %"
     assert rows[0].split() == ["f32", "32.00", "0.00", "0.00", "0.00", "0.00"]
 

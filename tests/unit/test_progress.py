@@ -2,8 +2,11 @@
 
 import io
 import re
+import sys
 
-from kvrt.cli.progress import ConsoleProgress
+import pytest
+
+from kvrt.cli.progress import ConsoleProgress, loading_progress
 
 
 class Terminal(io.StringIO):
@@ -53,3 +56,25 @@ def test_elsewhere_a_line_a_stage(capsys):
     progress("convert", 1, None)
     progress.close()
     assert capsys.readouterr().err == "kvrt: download (2.0 KiB)\nkvrt: convert\n"
+
+
+def test_what_ends_soon_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for times, drawn in (([0.0, 0.4, 0.9], False), ([0.0, 0.9, 1.1], True)):
+        stream, clock = Terminal(), iter(times)
+        with ConsoleProgress(stream, lambda clock=clock: next(clock), delay_s=1.0) as progress:
+            for done in (0, 1024, 2048):
+                progress("load", done, 2048)
+        assert ("2.0 KiB of 2.0 KiB" in stream.getvalue()) == drawn
+        assert bool(stream.getvalue()) == drawn
+
+
+def test_loading_is_shown_on_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with loading_progress() as progress:
+        progress("load", 0, 10)
+        progress("load", 10, 10)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert isinstance(loading_progress(), ConsoleProgress)

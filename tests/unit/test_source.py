@@ -182,7 +182,6 @@ def tiny_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shape:
 @pytest.mark.parametrize(
     ("model", "how", "said"),
     [
-        ("tiny", {"kv": "kvquant3"}, "random weights have none"),
         ("tiny", {"kv": "int99"}, "int99"),
         ("tiny", {"kv": "k=int4:channel:g64,v=int4:token:g64"}, "g64"),
         ("tiny", {"max_context": 0}, "1 to 16777216 tokens"),
@@ -231,10 +230,13 @@ def test_a_synthetic_model_can_have_any_context(tiny_shape: Shape) -> None:
     assert model.weight_bytes == tiny_shape.weight_bytes
 
 
-def test_another_format_of_the_cache_can_lack_its_calibration_too(tiny_shape: Shape) -> None:
-    model = kvrt.load("synthetic:tiny")
-    with pytest.raises(UnsupportedError, match="random weights have none"):
-        model.new_store(kvrt.KVSpec.parse("kvquant3"))
+def test_random_weights_have_tables_for_random_numbers(tiny_shape: Shape) -> None:
+    model = kvrt.load("synthetic:tiny", kv="kvquant3")
+    spec = kvrt.KVSpec.parse("kvquant3:1%")
+    for store in (model.new_store(), model.new_store(spec)):
+        model.decoder.prefill([byte % 320 for byte in range(200)], store)
+        assert store.stats().sealed_tokens == 192
+        assert np.isfinite(model.decoder.decode(1, store)).all()
 
 
 # --- the command line ---
