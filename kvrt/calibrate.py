@@ -12,12 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .backends.ops import PAGE_TOKENS
-from .calibration import BITS, ROPES, SHARES, Calibration, Origin, middle_and_half
+from .calibration import (
+    BITS,
+    ROPES,
+    SHARES,
+    Calibration,
+    Origin,
+    expected_tensors,
+    middle_and_half,
+)
 from .generate import cache_geometry
 from .kvstore.codecs import Nuq
 from .kvstore.rotary import Rotary
@@ -26,6 +35,7 @@ from .progress import Progress, silent
 
 if TYPE_CHECKING:
     from .generate import Model
+    from .kvstore import Geometry
     from .kvstore.grammar import Rope
 
 SAMPLE_BYTES = 256 << 20
@@ -36,6 +46,9 @@ _QUERIES = 256
 
 _REFINED = 1024
 """So many tokens refine the levels of values."""
+
+_NORMAL_TOKENS = 2048
+"""Quantiles that stand for the keys of `normal_calibration`."""
 
 
 @dataclass
@@ -96,6 +109,32 @@ def calibrate(
         progress("fit", len(layers), len(layers))
     origin = Origin(model.name, model.fingerprint, geometry, tuple(texts), windows.size)
     return Calibration(origin, {name: np.stack(parts) for name, parts in tensors.items()})
+
+
+def normal_calibration(model: str, model_fingerprint: str, geometry: Geometry) -> Calibration:
+    """What random weights get in place of a fit: tables for normally distributed numbers.
+
+    Keys and values of spread 1, every channel and layer alike; for memory and speed alone. No text
+    was read (`Origin.tokens` is 0), and no number is drawn: the quantiles stand for a sample.
+    """
+    heads, dim = geometry.num_kv_heads, geometry.head_dim
+    keys = _normal_quantiles(_NORMAL_TOKENS)[:, None, None]  # (n, 1, 1), the same in all forms
+    token = _normal_quantiles(heads * dim).reshape(1, heads, dim)
+    even = np.ones((heads, dim), np.float32)
+    fitted = {"k.sensitivity": even, "v.sensitivity": even}
+    for rope in ROPES:
+        fitted |= _fit_keys(f"k.{rope}", keys, np.ones_like(keys))
+    fitted |= _fit_values(token, even[None], even, 1.0)
+    tensors = {}
+    for name, (shape, dtype) in expected_tensors(geometry).items():
+        tensors[name] = np.broadcast_to(fitted[name].astype(dtype), shape).copy()
+    return Calibration(Origin(model, model_fingerprint, geometry, (), 0), tensors)
+
+
+def _normal_quantiles(count: int) -> np.ndarray:
+    """Numbers (count,) f32, growing, that share the normal distribution evenly among them."""
+    inverse = NormalDist().inv_cdf
+    return np.array([inverse((i + 0.5) / count) for i in range(count)], np.float32)
 
 
 class _Collector:

@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("-t", "--threads", type=int)
     arguments = parser.parse_args()
     names = ["f16", *(name for name in arguments.kv or FORMATS if name != "f16")]
-    model = kvrt.load(arguments.model, threads=arguments.threads)
+    model = kvrt.load(arguments.model, "cpu", threads=arguments.threads)
     specs = {name: KVSpec.parse(name) for name in names}
     synthetic = Synthetic(model, seed=0)
     stores = {name: synthetic.filled(spec, arguments.context) for name, spec in specs.items()}

@@ -38,7 +38,7 @@ def peak_bytes() -> int:
 def measure_kvrt(model_name: str, threads: int) -> dict[str, Any]:
     import kvrt
 
-    model = kvrt.load(model_name, threads=threads)
+    model = kvrt.load(model_name, "cpu", threads=threads)
     decoder = model.decoder
     decoder.prefill(tokens(32), model.new_store())
     start = time.perf_counter()
@@ -124,8 +124,8 @@ def worker(python: str, side: str, model: str, threads: int) -> dict[str, Any]:
 def first_token_seconds(model: str, threads: int) -> float:
     """Wall time of the command from start to the end of a one-token answer."""
     command = [
-        sys.executable, "-m", "kvrt", "generate", "-m", model, "-t", str(threads),
-        "-p", "The capital of France is", "-n", "1",
+        sys.executable, "-m", "kvrt", "generate", "-m", model, "--device", "cpu",
+        "-t", str(threads), "-p", "The capital of France is", "-n", "1",
     ]  # fmt: skip
     start = time.perf_counter()
     subprocess.run(command, capture_output=True, check=True, cwd=ROOT)

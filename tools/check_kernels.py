@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +22,10 @@ from kvrt.backends import get_ops
 from kvrt.backends.attend_variant import compiled
 from kvrt.backends.nvrtc import Cubin, find_compiler
 from kvrt.backends.variants import ARCHITECTURES, NO_SPILLS, Variant, variants
+from kvrt.calibration import NuqTables
 from kvrt.errors import CodecError, KernelError, UnsupportedError
 from kvrt.kvstore import Geometry, KVSpec, KVStore, Rotary
+from kvrt.kvstore.codecs import Nuq
 from kvrt.kvstore.spec import PRESETS
 
 HEADINGS = ("source", "options", "arch", "kernel", "registers", "shared", "stack", "spills")
@@ -34,8 +37,17 @@ FURTHER_FORMATS = (
     "k=int3:channel:g32:hybrid:page,v=int3:token:g32:sym",
     "k=int8:token:g64,v=int8:channel:g64",
     "k=int8:channel:g64,v=int8:token:g64",
+    "k=int4:channel:g32:pre,v=int4:token:g32",
+    "k=int3:channel:g32:hybrid:pre,v=int2:token:g64",
+    "k=int4:token:g32:pre,v=int4:token:g64",
+    "k=e4m3:pre,v=e4m3",
+    "k=f16:pre,v=f16",
+    "k=nuq4:1%,v=nuq4:1%",
 )
+WITH_BIAS = ("f8", "kivi2", "kivi4", "kvrt4", "kvrt3", "kvrt2", "innerq-small", "kvquant4:1%")
 TEXTS = 4  # the first columns; numbers follow
+
+_KV_HEADS = 8
 
 
 def rows_of(variant: Variant, arch: str, cubin: Cubin) -> list[tuple[str, ...]]:
@@ -53,23 +65,44 @@ def rows_of(variant: Variant, arch: str, cubin: Cubin) -> list[tuple[str, ...]]:
     ]
 
 
+class _Fitted:
+    """Tables of the right size, for formats that are fitted beforehand."""
+
+    def __init__(self, geometry: Geometry):
+        self._shape = (geometry.num_kv_heads, geometry.head_dim)
+
+    def tables(self, layer: int, is_value: bool, codec: Nuq, rope: str) -> NuqTables:
+        levels = np.zeros(2**codec.bits, np.float32)
+        if is_value:
+            return NuqTables(levels, levels)
+        channels = np.zeros(self._shape, np.float32)  # (num_kv_heads, head_dim)
+        return NuqTables(levels, levels, channels, channels)
+
+
 def attention_variants() -> Iterator[Variant]:
     """What decode attention is compiled with for the presets that a GPU reads."""
     ops, seen = get_ops("cpu"), set()
     for dim in HEAD_DIMS_OF_ATTENTION:
-        geometry = Geometry(1, 1, dim)
-        rotary = Rotary(np.ones(dim // 2))
         # At 256, keys whose scales go with tokens spill, and three bits on sm_80: right, but slow.
-        for name in (*PRESETS, *FURTHER_FORMATS) if dim < 256 else LARGE_HEADS:
+        names = (*PRESETS, *FURTHER_FORMATS) if dim < 256 else LARGE_HEADS
+        biased = WITH_BIAS if dim < 256 else ()
+        for name, bias in (*((name, False) for name in names), *((name, True) for name in biased)):
+            geometry = Geometry(1, _KV_HEADS, dim, key_bias=bias)
+            left_out = [ops.empty((_KV_HEADS, dim))] if bias else None
+            rotary = Rotary(np.ones(dim // 2))
+            fitted: Any = _Fitted(geometry)
+            spec = KVSpec.parse(name)
             try:
-                store = KVStore(geometry, KVSpec.parse(name), ops, 1, rotary=rotary)
+                store = KVStore(
+                    geometry, spec, ops, 1, rotary=rotary, key_bias=left_out, calibration=fitted
+                )
                 defines = compiled(store.view(0).settings.tolist())
             except (UnsupportedError, CodecError):
-                continue  # not for this size, not for a GPU, or fitted beforehand
+                continue  # not for this size, or not for a GPU
             key = tuple(defines.items())
             if key not in seen:
                 seen.add(key)
-                yield Variant("attend.cu", defines, f"{name}, head_dim {dim}")
+                yield Variant("attend.cu", defines, f"{name}{' bias' * bias}, head_dim {dim}")
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:

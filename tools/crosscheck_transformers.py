@@ -72,7 +72,7 @@ def kvrt_logits(folder: Path, token_ids: Sequence[int]) -> np.ndarray:
     """Logits (n, vocab_size) f32 by kvrt with a float32 cache."""
     import kvrt
 
-    return kvrt.load(str(folder), kv="f32").logits(list(token_ids))
+    return kvrt.load(str(folder), "cpu", kv="f32").logits(list(token_ids))
 
 
 def check(name: str, tokens: int, reference_only: bool) -> dict[str, float]:

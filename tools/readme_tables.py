@@ -4,7 +4,7 @@ formats: from `PageLayout`, for SmolLM2-135M's geometry. quality: the newest row
 tools/results/quality.jsonl (tools/quality.py). attention: attention.json, which is what `kvrt eval
 attn --json` printed, less the layers. cache-speed: the newest run in cache.jsonl
 (tools/bench_cache.py). scan: scan.jsonl, which is what `kvrt bench --scan -o jsonl` printed. speed:
-medians of the newest run of each side in cpu.jsonl (tools/bench_cpu.py).
+medians of the newest run of each side in cpu.jsonl (tools/bench_cpu.py). gpu: see gpu_tables.py.
 """
 
 import json
@@ -16,6 +16,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+import gpu_tables  # noqa: E402
 
 from kvrt.kvstore import PRESETS, Geometry, PageLayout, estimate  # noqa: E402
 
@@ -176,12 +178,14 @@ def main() -> None:
     tables = {
         "formats": formats(), "quality": quality(), "attention": attention(),
         "cache-speed": cache_speed(), "scan": scan(), "speed": speed(),
+        "gpu": gpu_tables.section(RESULTS.parent),
     }  # fmt: skip
     for name, table in tables.items():
         mark = re.compile(rf"(<!-- {name} -->\n)(?:.*?)(<!-- end -->)", re.DOTALL)
         if not mark.search(new):
             sys.exit(f"README.md has no <!-- {name} --> ... <!-- end --> to fill")
-        new = mark.sub(lambda match, table=table: match[1] + table + "\n" + match[2], new)
+        filling = f"{table}\n" if table else ""
+        new = mark.sub(lambda match, filling=filling: match[1] + filling + match[2], new)
     if "--check" in sys.argv[1:]:
         if new != text:
             sys.exit("README.md is out of date: run python tools/readme_tables.py")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -27,8 +28,12 @@ def software() -> dict[str, Any]:
 def commit(package: Path) -> str | None:
     """The commit of the sources in a folder, with a `+` where they were changed since.
 
-    None where the folder is in no repository, or in one that does not hold it.
+    None where the folder is in no repository, or in one that does not hold it. A copy that left its
+    repository behind is told by the environment variable KVRT_COMMIT.
     """
+    told = os.environ.get("KVRT_COMMIT", "").strip()
+    if told:
+        return told
     try:
         _git(package, "ls-files", "--error-unmatch", "__init__.py")
         found = _git(package, "rev-parse", "--short", "HEAD").strip()

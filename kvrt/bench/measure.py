@@ -1,8 +1,9 @@
 """Runs the cases of a benchmark and times them.
 
 Tokens are random, so nothing is tokenised or sampled; loading is over before. What is timed is the
-decoder's own calls, and what is recorded is what was really there: the store says its format and
-its bytes, the device its peak.
+decoder's own calls, which end with logits on the host, and whatever a device still does behind
+them. What is recorded is what was really there: the store says its format and its bytes, the device
+its peak.
 
 There are two passes. The first runs each case once, one format after the other, with no other cache
 in memory: that is the peak, and the warm-up. The second has the caches of all formats side by side
@@ -24,6 +25,7 @@ import numpy as np
 from ..kvstore.stats import StoreStats, estimate, read_bytes
 from .case import Case, Settings
 from .fill import Synthetic, Told, prefill, random_ids
+from .gpu import device_of, settle, used_memory
 from .result import Measured
 
 if TYPE_CHECKING:
@@ -55,8 +57,13 @@ def planned_tokens(jobs: Sequence[Job], settings: Settings) -> int:
     return total
 
 
-Peak = tuple[int, bool]
-"""Bytes, and whether they are the case's own or the whole process's."""
+@dataclass(frozen=True)
+class Peak:
+    """Bytes; whether they are the case's own or the whole process's; those of the whole GPU."""
+
+    nbytes: int
+    own: bool
+    used: int | None
 
 
 class Bench:
@@ -85,11 +92,17 @@ class Bench:
             yield from self._timed(jobs, peaks)
             return
         for job in jobs:
-            cold = list(self._timed([job], [{case: (0, False) for case in job.cases}]))
+            none = Peak(0, False, None)
+            cold = list(self._timed([job], [{case: none for case in job.cases}]))
             peaks_of = self._peaks(job)
             for _, found in cold:
-                peak, own = peaks_of[found.case]
-                yield job, replace(found, peak_bytes=peak, peak_is_own=own)
+                peak = peaks_of[found.case]
+                yield (
+                    job,
+                    replace(
+                        found, peak_bytes=peak.nbytes, peak_is_own=peak.own, used_bytes=peak.used
+                    ),
+                )
 
     def _peaks(self, job: Job) -> dict[Case, Peak]:
         """The first pass: each case once, and the most memory held since its cache was begun."""
@@ -102,7 +115,7 @@ class Bench:
             for case in group:
                 own = ops.reset_peak() and filled_alone
                 self._once(store, case)
-                found[case] = max(filled, ops.peak_bytes()), own
+                found[case] = Peak(max(filled, ops.peak_bytes()), own, used_memory(ops))
         return found
 
     def _timed(
@@ -128,6 +141,7 @@ class Bench:
             if job.at(depth):
                 store = self._filled(job.spec, depth, stores.get(job))
                 stores[job] = store
+                self._prepare(job, store, depth)
                 runs += [_Timing(job, case, store, peaks_of[case]) for case in job.at(depth)]
         for number in range(self._settings.repetitions):
             for run in runs:
@@ -138,6 +152,17 @@ class Bench:
         for run in runs:
             run.store.truncate(depth)
         return [(run.job, self._measured(run)) for run in runs]
+
+    def _prepare(self, job: Job, store: KVStore, depth: int) -> None:
+        """Decode where a GPU keeps its steps as a graph for each store, made before the clock runs.
+
+        The first step runs as it is, the second is recorded. Nothing without a warm-up.
+        """
+        decodes = any(case.n_gen for case in job.at(depth))
+        if self._settings.warmup and decodes and device_of(self._model.ops) is not None:
+            for _ in range(2):
+                self._model.decoder.decode(0, store)
+                store.truncate(depth)
 
     def _filled(self, spec: KVSpec, depth: int, store: KVStore | None) -> KVStore:
         """A store of so many tokens; a synthetic one goes on where it was."""
@@ -155,7 +180,6 @@ class Bench:
 
     def _measured(self, run: _Timing) -> Measured:
         spec, case, store = run.job.spec, run.case, run.store
-        peak, own = run.peak
         return Measured(
             case=case,
             asked=spec,
@@ -164,8 +188,9 @@ class Bench:
             warmed_up=self._settings.warmup,
             stats=run.stats,
             expected_bytes=estimate(store.geometry, spec, case.context),
-            peak_bytes=peak,
-            peak_is_own=own,
+            peak_bytes=run.peak.nbytes,
+            peak_is_own=run.peak.own,
+            used_bytes=run.peak.used,
             read_bytes=None if case.n_prompt else self._read_bytes(run),
         )
 
@@ -174,10 +199,12 @@ class Bench:
         prompt, tokens = self._ids(case.n_prompt), self._ids(case.n_gen).tolist()
         decode, batch = self._model.decoder.decode, self._settings.batch
         store.truncate(case.depth)
+        settle(self._model.ops)
         started = self._clock()
         prefill(self._model, store, prompt, batch)
         for token_id in tokens:
             decode(token_id, store)
+        settle(self._model.ops)
         seconds = self._clock() - started
         stats = store.stats()
         self._told(case.tokens)

@@ -26,9 +26,10 @@ class Measured:
 
     `seconds` of each repetition; `stats` is what the store held at the end; `peak_bytes` the most
     memory held while the cache was filled and the case ran, no other cache beside it, or since the
-    process began where `peak_is_own` is false. `expected_bytes` is what the format that was
-    asked for must hold at the end, `read_bytes` what a decoded token reads on average of weights
-    and cache, None where a prompt is part of the case.
+    process began where `peak_is_own` is false; `used_bytes` is what was taken of the whole GPU
+    then, None on a CPU. `expected_bytes` is what the format that was asked for must hold at the
+    end, `read_bytes` what a decoded token reads on average of weights and cache, None where a
+    prompt is part of the case.
     """
 
     case: Case
@@ -40,6 +41,7 @@ class Measured:
     expected_bytes: int
     peak_bytes: int
     peak_is_own: bool
+    used_bytes: int | None
     read_bytes: float | None
 
     @property

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..kvstore import KVSpec, bits_per_element, bytes_per_token, estimate
 from .check import Agreement
 from .fit import Line, break_even, fit_line, slopes_differ
+from .gpu import gpu_fields, gpu_versions
 from .result import Measured
 
 if TYPE_CHECKING:
@@ -21,13 +22,19 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setup:
-    """What all rows of one loaded model share; `read_bandwidth` is the device's, in bytes/s."""
+    """What all rows of one loaded model share; `read_bandwidth` is the device's, in bytes/s.
+
+    `limit`: the bytes that were granted for weights and cache, None where it is all that is free.
+    `fitted`: whether nuq formats have tables that were fitted to this model.
+    """
 
     model: Model
     fill: str
     batch: int | None
     read_bandwidth: float
     software: Mapping[str, Any]
+    limit: int | None = None
+    fitted: bool = True
 
     def fields(self) -> Row:
         """How the rows say it: what was effective, not what was asked for."""
@@ -38,6 +45,7 @@ class Setup:
             "parameters": model.config.parameters(),
             "weight_bytes": model.weight_bytes,
             "device": model.ops.hardware,
+            **gpu_fields(model.ops),
             "backend": model.ops.name,
             "kernels": model.ops.build,
             "threads": model.ops.threads,
@@ -45,7 +53,9 @@ class Setup:
             "n_ubatch": model.decoder.chunk_tokens,
             "fill": self.fill,
             "device_read_GBps": self.read_bandwidth / 1e9,
+            "limit_bytes": self.limit,
             **self.software,
+            "versions": {**self.software.get("versions", {}), **gpu_versions(model.ops)},
         }
 
 
@@ -89,14 +99,21 @@ def _effective(found: Measured, setup: Setup, agreement: Agreement | None) -> Ro
         "estimated_bytes": found.expected_bytes,
         "peak_bytes": found.peak_bytes,
         "peak_is_own": found.peak_is_own,
+        "device_used_bytes": found.used_bytes,
         "read_GBps": None if read is None else read / 1e9,
         "read_share": None if read is None else read / setup.read_bandwidth,
         "warmup": found.warmed_up,
         "repetitions": len(found.seconds),
         **{f"check_{key}": value for key, value in checked.items()},
-        "remarks": found.remarks,
+        "remarks": found.remarks + _of_tables(found, setup),
         **setup.fields(),
     }
+
+
+def _of_tables(found: Measured, setup: Setup) -> list[str]:
+    if setup.fitted or not found.asked.calibrated:
+        return []
+    return ["tables for normally distributed numbers, fitted to no model"]
 
 
 def trend_line(rows: Sequence[Row]) -> Line | None:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class Calibrations:
     """The calibration of one model: the file given, else its folder's, else one of kvrt's own.
 
-    Without a folder (random weights) there is none but the one given.
+    Without a folder (random weights) it is one for normally distributed numbers: tables of the
+    right size, fitted to nothing.
     """
 
     def __init__(
@@ -50,9 +51,10 @@ class Calibrations:
         own = None if self._folder is None else self._folder / FILE_NAME
         path = own if self._given is None else Path(self._given)
         if path is None:
-            raise UnsupportedError(
-                "this cache format needs a calibration, and random weights have none"
-            )
+            from ..calibrate import normal_calibration
+
+            geometry = cache_geometry(self._config)
+            return normal_calibration("random weights", self._fingerprint(), geometry)
         fingerprint = self._fingerprint()
         if self._given is not None or path.exists():
             found = Calibration.open(path)

@@ -37,7 +37,8 @@ FACTS = {
     "read_share", "device_read_GBps", "backend", "kernels", "threads", "n_batch", "n_ubatch",
     "warmup", "repetitions", "remarks", "check_kld", "check_top1", "check_tokens", "version",
     "versions", "commit", "date", "bits_per_element", "cache_bytes", "peak_bytes", "weight_bytes",
-    "read_GBps", "device", "fill",
+    "read_GBps", "device", "fill", "driver", "compute_capability", "limit_bytes",
+    "device_used_bytes",
 }  # fmt: skip
 TEST_KEYS = FACTS | {
     "test", "kv", "n_prompt", "n_gen", "depth", "mean_tokens_per_s", "std_tokens_per_s",
@@ -76,7 +77,8 @@ def test_rows_of_tests(model: str, capsys: Any, monkeypatch: pytest.MonkeyPatch)
             "model": model, "device": ops.hardware, "backend": "cpu", "kernels": ops.build,
             "threads": 1, "n_batch": None, "n_ubatch": 256, "fill": "prefill", "warmup": True,
             "repetitions": 3, "check_kld": None,
-            "device_read_GBps": 4 * BANDWIDTH / 1e9,
+            "device_read_GBps": 4 * BANDWIDTH / 1e9, "driver": None, "compute_capability": None,
+            "limit_bytes": None,
         }  # fmt: skip
         assert facts.items() <= row.items()
         packed = spec.sink + spec.window + 64 <= sum(numbers)
