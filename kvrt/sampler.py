@@ -116,6 +116,17 @@ class Sampler:
         drawn = self._draw(values)
         return drawn if ids is None else int(ids[drawn])
 
+    @property
+    def takes_best(self) -> bool:
+        """Whether the likeliest token is always it, so that nobody else's logit matters."""
+        params = self.params
+        return params.temperature == 0 and not params.logit_bias and not params.penalizes
+
+    def take(self, best: int, logit: float) -> int:
+        """The next token where `takes_best`: the likeliest, which has this logit; as `sample`."""
+        _check_best(logit)
+        return best
+
     def _draw(self, values: NDArray[np.float64]) -> int:
         """An index with probability softmax(values / temperature)."""
         with np.errstate(over="ignore"):  # a tiny temperature: -inf, so probability 0, is right

@@ -58,6 +58,10 @@ class SessionDecoder(Protocol):
 
     def decode(self, token_id: int, store: KVStore) -> np.ndarray: ...
 
+    def decode_best(self, token_id: int, store: KVStore) -> tuple[int, float]:
+        """The likeliest token (the first of equals) and its logit, in place of all logits."""
+        ...
+
 
 @dataclass(frozen=True)
 class Step:
@@ -297,9 +301,11 @@ class Session:
             if last is not None:
                 # The token is in the cache before its id is in the list: _agree() relies on it.
                 with growing(self.store, 1):
-                    logits = self._decoder.decode(last, self.store)
+                    draw = self._decoded(last, sampler)
                 self.tokens.append(last)
-            last = sampler.sample(logits, self.tokens)
+                last = draw()
+            else:
+                last = sampler.sample(logits, self.tokens)
             timings.decode_s += perf_counter() - started
             if last in self._tokenizer.stop_ids:
                 reason = "stop"
@@ -317,6 +323,14 @@ class Session:
                 return
             yield Step(last, shown)
         yield Step(None, stops.finish(stream.flush()), reason)
+
+    def _decoded(self, token_id: int, sampler: Sampler) -> Callable[[], int]:
+        """Put a token into the cache; give what draws the next one, once its id is in the list."""
+        if sampler.takes_best:
+            best = self._decoder.decode_best(token_id, self.store)
+            return lambda: sampler.take(*best)
+        logits = self._decoder.decode(token_id, self.store)
+        return lambda: sampler.sample(logits, self.tokens)
 
     def _agree(self) -> None:
         """Cut ids and cache to what both hold, after an interruption between the two."""

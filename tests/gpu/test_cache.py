@@ -1,15 +1,18 @@
 """A store on a GPU is the CPU's store, byte for byte, and its attention agrees."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvrt.backends import view
 from kvrt.backends.cpu import CpuOps
 from kvrt.backends.cuda import CudaOps
 from kvrt.backends.ops import Ops
 from kvrt.kvstore import Geometry, KVStore
+from tests.helpers.codecs import rotary_for
 from tests.helpers.stores import new_store
 
 GEOMETRY = Geometry(num_layers=2, num_kv_heads=2, head_dim=128)
@@ -22,11 +25,22 @@ FORMATS = [
     "k=nuq3:1%:qnorm:pre,v=nuq2:1%",
 ]  # fmt: skip
 
-READABLE = [spec for spec in FORMATS if "nuq" not in spec and "kvquant" not in spec]
-READABLE = [spec for spec in READABLE if ":pre" not in spec]
+READABLE = [
+    *FORMATS, "k=f16:pre,v=f16,sink=70", "k=bf16:pre,v=bf16", "k=e4m3:pre,v=e4m3,sink=4",
+    "k=int4:channel:g32:pre,v=int4:token:g32,sink=5,window=64",
+    "k=int3:channel:g64:hybrid:pre,v=int3:token:g64", "k=int2:token:g32:pre,v=int2:token:g32",
+    "k=nuq2:1%,v=nuq3:1%", "k=nuq4:1%:qnorm:page,v=int4:token:g64", "k=int2:channel:g32,v=nuq4:1%",
+]  # fmt: skip
 
-# Queries, keys and weights of the attention kernel are halves.
+BIASED = [
+    "f8", "kivi4", "kvrt4", "kvrt3", "kvrt2", "innerq", "kvquant2:1%", "kvquant4",
+    "k=int4:channel:g64:had:page,v=int4:token:g64:had,sink=70",
+    "k=int4:channel:g32:pre,v=int4:token:g32,sink=5",
+]  # fmt: skip
+
+# Queries, keys and weights of the attention kernel are halves; keys before RoPE are rotated as such.
 TOLERANCE = 1.5e-3
+ROTATED_TOLERANCE = 2e-3
 
 
 def rows_for(tokens: int, geometry: Geometry = GEOMETRY) -> np.ndarray:
@@ -39,9 +53,14 @@ def rows_for(tokens: int, geometry: Geometry = GEOMETRY) -> np.ndarray:
     return rows.astype(np.float32)
 
 
-def fill(ops: Ops, spec: str, rows: np.ndarray, *cuts: int) -> KVStore:
-    """A store that got its tokens in parts."""
-    store = new_store(ops, spec, GEOMETRY)
+def fill(
+    ops: Ops, spec: str, rows: np.ndarray, *cuts: int, bias: np.ndarray | None = None
+) -> KVStore:
+    """A store that got its tokens in parts; bias (kv_heads, head_dim) f32 is that of its keys."""
+    extras: dict[str, Any] = {}
+    if bias is not None:
+        extras["key_bias"] = [ops.to_device(bias) for _ in range(GEOMETRY.num_layers)]
+    store = new_store(ops, spec, replace(GEOMETRY, key_bias=bias is not None), **extras)
     edges = [0, *cuts, rows.shape[2]]
     for start, end in itertools.pairwise(edges):
         with store.extending(end - start):
@@ -98,6 +117,26 @@ def test_attention_agrees(
         store = fill(backend, spec, rows)
         out = backend.empty((heads, dim))
         backend.attend(backend.to_device(q), store.view(1), dim**-0.5, window, out)
+        found.append(backend.to_host(out).astype(np.float64))
+    mine, other = found
+    tolerance = TOLERANCE if store.view(1).settings[view.FORM] != view.PRE else ROTATED_TOLERANCE
+    assert np.linalg.norm(mine - other) < tolerance * np.linalg.norm(other)
+
+
+@pytest.mark.parametrize("spec", BIASED)
+def test_attention_agrees_where_keys_have_a_bias(ops: CpuOps, cuda: CudaOps, spec: str) -> None:
+    tokens, heads, dim = 700, 4 * GEOMETRY.num_kv_heads, GEOMETRY.head_dim
+    rng = np.random.default_rng(3)
+    rows = rng.normal(0, 1, (2, 2, tokens, GEOMETRY.num_kv_heads, dim)).astype(np.float32)
+    bias = rng.normal(0, 60, (GEOMETRY.num_kv_heads, dim)).astype(np.float32)
+    turned = np.repeat(bias[None], tokens, axis=0)  # (tokens, kv_heads, dim)
+    rows[0] += rotary_for(GEOMETRY).rotate(turned, np.arange(tokens))
+    q = rng.normal(0, 1, (heads, dim)).astype(np.float32)
+    found = []
+    for backend in (cuda, ops):
+        store = fill(backend, spec, rows, bias=bias)
+        out = backend.empty((heads, dim))
+        backend.attend(backend.to_device(q), store.view(1), dim**-0.5, None, out)
         found.append(backend.to_host(out).astype(np.float64))
     mine, other = found
     assert np.linalg.norm(mine - other) < TOLERANCE * np.linalg.norm(other)

@@ -88,6 +88,10 @@ class FakeDecoder:
         store.ids.append(token_id)
         return self._logits(store)
 
+    def decode_best(self, token_id: int, store: FakeStore) -> tuple[int, float]:
+        logits = self.decode(token_id, store)
+        return int(logits.argmax()), float(logits.max())
+
     def _logits(self, store: FakeStore) -> np.ndarray:
         logits = np.zeros(self.vocab_size, np.float32)  # (vocab_size,) f32
         logits[self.script(store.ids)] = 100.0

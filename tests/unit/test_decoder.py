@@ -498,3 +498,15 @@ def test_sinks_and_window_beyond_the_context_are_refused_at_load(tmp_path: Path)
     with pytest.raises(UsageError, match=f"more than this model's context of {limit:,}"):
         load(str(tmp_path), kv=f"k=f16,v=f16,sink=1,window={limit}")
     assert load(str(tmp_path), kv=f"k=f16,v=f16,window={limit}").max_context == limit
+
+
+def test_the_likeliest_token_is_that_of_all_logits(made: Any) -> None:
+    model = made("llama")
+    stores = [model.store("f16") for _ in range(2)]
+    for store in stores:
+        model.decoder.prefill(IDS[:10], store)
+    for token_id in IDS[10:20]:
+        logits = model.decoder.decode(int(token_id), stores[0])
+        best = model.decoder.decode_best(int(token_id), stores[1])
+        assert best == (int(logits.argmax()), float(logits.max()))
+    assert len(stores[0]) == len(stores[1]) == 20

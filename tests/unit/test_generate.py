@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvrt.errors import ConfigError, ContextFullError, UsageError
+from kvrt.errors import ConfigError, ContextFullError, KvrtError, UsageError
 from kvrt.generate import Model
 from kvrt.recommended import recommended_sampling
 from kvrt.sampler import Sampler, SamplingParams
@@ -183,6 +183,8 @@ def test_a_character_cut_by_the_length_is_replaced_once() -> None:
 
 def test_penalties_see_prompt_and_generated_tokens() -> None:
     class Spy:
+        takes_best = False
+
         def __init__(self) -> None:
             self.recent: list[list[int]] = []
 
@@ -490,3 +492,42 @@ def test_impossible_recommendations_are_one_line(tmp_path: Path, key: str, value
 
 def test_control_tokens_stop_chat_and_generate_alike() -> None:
     assert fake_model(lambda ids: IM_END).generate("a", sampling=GREEDY).text == ""
+
+
+@pytest.mark.parametrize("logit", [np.nan, np.inf, -np.inf])
+def test_the_likeliest_token_is_checked_as_one_of_all_logits_is(logit: float) -> None:
+    class Broken(FakeDecoder):
+        def decode_best(self, token_id, store):
+            super().decode_best(token_id, store)
+            return 3, logit
+
+    session = Session(Broken(reply("hello")), FakeTokenizer(), FakeStore(50))
+    with pytest.raises(KvrtError, match="logit"):
+        list(session.run([*b"a>"], 5, Sampler(SamplingParams.greedy())))
+
+
+@pytest.mark.parametrize(
+    ("params", "asked"),
+    [
+        (SamplingParams.greedy(), True),
+        (SamplingParams(temperature=0.0), True),
+        (SamplingParams(temperature=0.0, repeat_penalty=1.1), False),
+        (SamplingParams(temperature=0.0, logit_bias=((104, 1.0),)), False),
+        (SamplingParams(temperature=0.5, seed=1), False),
+    ],
+)
+def test_who_chooses_the_token(params: SamplingParams, asked: bool) -> None:
+    """The device, where nothing but the likeliest one counts; the text is the same."""
+
+    class Counting(FakeDecoder):
+        asked = 0
+
+        def decode_best(self, token_id, store):
+            self.asked += 1
+            return super().decode_best(token_id, store)
+
+    decoder = Counting(reply("hello"))
+    session = Session(decoder, FakeTokenizer(), FakeStore(50))
+    steps = list(session.run([*b"a>"], 9, Sampler(params)))
+    assert "".join(step.text for step in steps) == "hello"
+    assert bool(decoder.asked) == asked
