@@ -178,10 +178,11 @@ KVRT_INLINE Part part_of(const i64* layer, int is_value, const i64* pages, int p
 
 // Let the codec of one side look at all heads of page first_page + blockIdx.x, before `seal`; it writes measured state
 // (where `first`) and what heads share. Tokens are where `seal` takes them from.
-// Grid (pages, any number of blocks that share a page's heads or tokens), THREADS.
+// Grid (pages, any number of blocks that share a page's heads or tokens, layers), THREADS; layers follow one another.
 extern "C" __global__ void __launch_bounds__(256, 4)
 survey(const i64* layer, int is_value, const i64* pages, int first_page, int first, int tail_first, int tail_slot,
        const float* fresh, int new_start, int new_tokens) {
+  layer += i64(blockIdx.z) * VIEW_LAYER_SETTINGS;
   const int page = first_page + blockIdx.x;
   const Source source(layer, is_value, page, tail_first, tail_slot, fresh, new_start);
   survey_page(part_of(layer, is_value, pages, page, 0), source, first);
@@ -190,11 +191,13 @@ survey(const i64* layer, int is_value, const i64* pages, int first_page, int fir
 // Encode one side of page first_page + item / heads, head item % heads; item is blockIdx.x.
 //
 // Tokens from position new_start on are in fresh (new_tokens, heads, dim) f32, older ones in the ring, where position
-// tail_first has slot tail_slot. Grid (pages * heads), THREADS; shared memory 64 * (dim + 1) floats, dense sides 0.
+// tail_first has slot tail_slot. Grid (pages * heads, layers), THREADS; layers follow one another. Shared memory: 64 *
+// (dim + 1) floats.
 extern "C" __global__ void __launch_bounds__(256, 4)
 seal(const i64* layer, int is_value, const i64* pages, int first_page, int tail_first, int tail_slot,
      const float* fresh, int new_start, int new_tokens) {
   KVRT_DYNAMIC_SHARED(memory);
+  layer += i64(blockIdx.y) * VIEW_LAYER_SETTINGS;
   const int heads = int(layer[VIEW_HEADS]), page = first_page + int(blockIdx.x) / heads;
   const Source source(layer, is_value, page, tail_first, tail_slot, fresh, new_start);
   const Part part = part_of(layer, is_value, pages, page, int(blockIdx.x) % heads);

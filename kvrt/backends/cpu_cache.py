@@ -1,5 +1,6 @@
 """The CPU backend's half that knows the cache: its basis, append, seal, gather, attention."""
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -156,6 +157,20 @@ class CacheOps:
         self.kernels.round_rows(len(rows), FEW_ROWS, address_of(rows), width, KINDS[dtype])
 
     def seal(
+        self,
+        views: Sequence[PageView],
+        first_page: int,
+        count: int,
+        new: tuple[Tensor, Tensor] | None,
+        new_start: int,
+        tail_first: int,
+        tail_slot: int,
+        measure: bool,
+    ) -> None:
+        for view in views:
+            self._seal(view, first_page, count, new, new_start, tail_first, tail_slot, measure)
+
+    def _seal(
         self,
         view: PageView,
         first_page: int,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
@@ -141,7 +143,7 @@ class CacheKernels:
 
     def seal(
         self,
-        view: PageView,
+        views: Sequence[PageView],
         first_page: int,
         count: int,
         new: tuple[Array, Array] | None,
@@ -150,20 +152,23 @@ class CacheKernels:
         tail_slot: int,
         measure: bool,
     ) -> None:
-        heads, dim, table = view.num_kv_heads, view.head_dim, view.extent.table_address
-        for is_value, survey in enumerate(view.surveys):
-            fresh, tokens = (0, 0) if new is None else (new[is_value], len(new[is_value]))
-            source = (tail_first, tail_slot, fresh, new_start, tokens)
-            surveyed = {"never": 0, "first": int(measure), "every": count}[survey]
-            if surveyed:
+        tokens, pages = 0 if new is None else len(new[0]), views[0].extent.table_address
+        for surveys, group in groupby(views, key=lambda view: view.surveys):
+            layers = list(group)  # whose settings follow one another
+            first, heads = layers[0], layers[0].num_kv_heads
+            for is_value, survey in enumerate(surveys):
+                fresh = 0 if new is None else new[is_value]
+                source = (tail_first, tail_slot, fresh, new_start, tokens)
+                surveyed = {"never": 0, "first": int(measure), "every": count}[survey]
+                if surveyed:
+                    self._store(
+                        "survey", (surveyed, PAGE_TOKENS // 8, len(layers)), first.address,
+                        is_value, pages, first_page, int(measure), *source,
+                    )  # fmt: skip
                 self._store(
-                    "survey", (surveyed, PAGE_TOKENS // 8), view.address, is_value, table,
-                    first_page, int(measure), *source,
+                    "seal", (count * heads, len(layers)), first.address, is_value, pages,
+                    first_page, *source, shared=PAGE_TOKENS * (first.head_dim + 1) * 4,
                 )  # fmt: skip
-            self._store(
-                "seal", (count * heads,), view.address, is_value, table, first_page, *source,
-                shared=PAGE_TOKENS * (dim + 1) * 4,
-            )  # fmt: skip
 
     def gather(
         self, view: PageView, is_value: bool, first_page: int, count: int, out: Array

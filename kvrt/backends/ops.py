@@ -228,7 +228,7 @@ class Ops(Protocol):
 
     def seal(
         self,
-        view: PageView,
+        views: Sequence[PageView],
         first_page: int,
         count: int,
         new: tuple[Array, Array] | None,
@@ -237,10 +237,11 @@ class Ops(Protocol):
         tail_slot: int,
         measure: bool,
     ) -> None:
-        """Encode pages first_page .. first_page + count - 1 of a layer.
+        """Encode pages first_page .. first_page + count - 1 of layers, one after the other.
 
         Tokens before position new_start come from the tail, where position tail_first lies in slot
-        tail_slot, later ones from new (K, V). `measure`: the first page fixes the codecs' scales.
+        tail_slot, later ones from new (K, V; of a single layer). `measure`: the first page fixes
+        the codecs' scales.
         """
         ...
 

@@ -139,8 +139,7 @@ class KVStore(Movable):
         old, new = sealed_pages(self.spec, len(self)), sealed_pages(self.spec, length)
         if new > old:
             self._reserve(new)
-            for layer in range(self.geometry.num_layers):
-                self._seal(layer, old, new, None, length)
+            self._seal(self._views, old, new, None, length)
         # Last, so that an interrupted step can be done again.
         self._state = replace(self._state, length=length)
         self._layers_done.clear()
@@ -230,7 +229,7 @@ class KVStore(Movable):
         old, new = sealed_pages(self.spec, start), sealed_pages(self.spec, end)
         if new > old:
             # Before the tail is overwritten: the first of these pages may begin in it.
-            self._seal(layer, old, new, (k, v), start)
+            self._seal(self._views[layer : layer + 1], old, new, (k, v), start)
         sinks = min(max(self.spec.sink - start, 0), len(k))
         if sinks:
             self._write(layer, start, k[:sinks], v[:sinks])
@@ -249,13 +248,18 @@ class KVStore(Movable):
         return enter(layer, False, k, position), enter(layer, True, v, position)
 
     def _seal(
-        self, layer: int, old: int, new: int, fresh: tuple[Any, Any] | None, fresh_start: int
+        self,
+        views: Sequence[PageView],
+        old: int,
+        new: int,
+        fresh: tuple[Any, Any] | None,
+        fresh_start: int,
     ) -> None:
-        """Seal the pages old ... new - 1 of a layer, from its tail and from fresh tokens."""
+        """Seal the pages old ... new - 1 of layers, from their tails and from fresh tokens."""
         # What the codecs measure on the first page they keep for good.
         measure = old == 0
         self.ops.seal(
-            self._views[layer], old, new - old, fresh, fresh_start,
+            views, old, new - old, fresh, fresh_start,
             self.spec.sink, self._state.origin, measure,
         )  # fmt: skip
 

@@ -387,13 +387,13 @@ def test_every_format_seals_as_often_in_a_scan(
 ) -> None:
     """Once in the 64 tokens of four repetitions, wherever its pages begin."""
     clock = time_by_bytes(monkeypatch, 1e12)
-    seal = type(model.ops).seal
+    seal = type(model.ops)._seal  # of one layer
 
     def slow(self: Any, view: Any, *rest: Any) -> None:
         clock.wait(0.5)  # 2 layers
         seal(self, view, *rest)
 
-    monkeypatch.setattr(type(model.ops), "seal", slow)
+    monkeypatch.setattr(type(model.ops), "_seal", slow)
     for context in (512, 1000):
         (measured,) = found(
             model, KVSpec.parse(spec), scan_case(context, 16), repetitions=4, fill="synthetic"

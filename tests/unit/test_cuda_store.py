@@ -8,11 +8,12 @@ import pytest
 
 from kvrt.backends import view as place
 from kvrt.backends.cpu import CpuOps
+from kvrt.backends.cuda import CudaOps
 from kvrt.kvstore import Geometry, KVSpec, KVStore
 from kvrt.kvstore.codecs import Nuq
 from tests.emulator import COMPILER
 from tests.helpers.codecs import MATRIX, fits, rotary_for
-from tests.helpers.emulated_store import EmulatedStoreOps
+from tests.helpers.emulated_device import emulated_ops
 from tests.helpers.stores import Tokens, contents, fill, new_store, page_bytes, random_tokens, read
 from tests.helpers.tiles import TILES
 
@@ -20,8 +21,8 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="the emulator needs g++
 
 
 @pytest.fixture(scope="module")
-def cuda() -> EmulatedStoreOps:
-    return EmulatedStoreOps()
+def cuda() -> CudaOps:
+    return emulated_ops()
 
 
 def awkward_tokens(geometry: Geometry, tiles: tuple[str, ...]) -> Tokens:
@@ -54,7 +55,7 @@ def assert_equal_stores(ours: KVStore, theirs: KVStore) -> None:
 
 
 def both(
-    cpu: CpuOps, cuda: EmulatedStoreOps, spec: str, geometry: Geometry, tokens: Tokens, split
+    cpu: CpuOps, cuda: CudaOps, spec: str, geometry: Geometry, tokens: Tokens, split
 ) -> tuple[KVStore, KVStore]:
     extras: dict[str, Any] = {}
     if geometry.key_bias:
@@ -92,7 +93,7 @@ CONSTANT = ("constant_channels", "zeros", "constant", "subnormal", "one_sided")
 
 
 @pytest.mark.parametrize("spec", [*INTQ, *NORM, *OTHERS, *NUQ])
-def test_equal_bytes(ops: CpuOps, cuda: EmulatedStoreOps, spec: str) -> None:
+def test_equal_bytes(ops: CpuOps, cuda: CudaOps, spec: str) -> None:
     geometry = Geometry(1, 2, 64)
     for tiles in (EASY_FIRST, CONSTANT):
         tokens = awkward_tokens(geometry, tiles)
@@ -111,7 +112,7 @@ DIMS = [
 
 
 @pytest.mark.parametrize("dim", [16, 32, 48, 80, 96, 112, 128, 144, 192, 256])
-def test_head_dims(ops: CpuOps, cuda: EmulatedStoreOps, dim: int) -> None:
+def test_head_dims(ops: CpuOps, cuda: CudaOps, dim: int) -> None:
     """Words that are narrow at the end of a plane, and every place of a scale."""
     geometry = Geometry(1, 1 if dim > 128 else 3, dim)
     tokens = awkward_tokens(geometry, ("gaussian", "wild"))
@@ -128,18 +129,14 @@ def test_head_dims(ops: CpuOps, cuda: EmulatedStoreOps, dim: int) -> None:
         ("k=f32,v=bf16", 5), ("f16", 24),
     ],
 )  # fmt: skip
-def test_long_groups_and_odd_sizes(
-    ops: CpuOps, cuda: EmulatedStoreOps, spec: str, dim: int
-) -> None:
+def test_long_groups_and_odd_sizes(ops: CpuOps, cuda: CudaOps, spec: str, dim: int) -> None:
     geometry = Geometry(1, 2, dim)
     tokens = awkward_tokens(geometry, ("gaussian", "ties"))
     assert_equal_stores(*both(ops, cuda, f"{spec},sink=0,window=0", geometry, tokens, [128]))
 
 
 @pytest.mark.parametrize("spec", MATRIX)
-def test_the_matrix_token_by_token_and_at_once(
-    ops: CpuOps, cuda: EmulatedStoreOps, spec: str
-) -> None:
+def test_the_matrix_token_by_token_and_at_once(ops: CpuOps, cuda: CudaOps, spec: str) -> None:
     """Sinks, a ring that has gone round, pages half from the tail and half from new tokens."""
     geometry = Geometry(2, 2, 64, key_bias=True)
     tokens = random_tokens(330, geometry)
@@ -153,7 +150,7 @@ def test_the_matrix_token_by_token_and_at_once(
 
 
 @pytest.mark.parametrize("spec", [*INTQ[::5], *NORM, *OTHERS, *NUQ[::2]])
-def test_numbers_that_no_model_should_have(ops: CpuOps, cuda: EmulatedStoreOps, spec: str) -> None:
+def test_numbers_that_no_model_should_have(ops: CpuOps, cuda: CudaOps, spec: str) -> None:
     """Beyond f16, infinite, NaN of either sign, subnormal: from the ring and as new tokens."""
     geometry = Geometry(1, 2, 64)
     tokens = random_tokens(256, geometry)
@@ -172,7 +169,7 @@ def test_numbers_that_no_model_should_have(ops: CpuOps, cuda: EmulatedStoreOps, 
 
 
 @pytest.mark.parametrize("many", [False, True])
-def test_outliers_in_a_tie(ops: CpuOps, cuda: EmulatedStoreOps, many: bool) -> None:
+def test_outliers_in_a_tie(ops: CpuOps, cuda: CudaOps, many: bool) -> None:
     """Equal sizes, more than there are slots for, or just a few."""
     geometry = Geometry(1, 3, 64)
     rng = np.random.default_rng(1)
@@ -189,9 +186,7 @@ def test_outliers_in_a_tie(ops: CpuOps, cuda: EmulatedStoreOps, many: bool) -> N
 @pytest.mark.parametrize(
     ("dim", "block"), [(64, 0), (64, 64), (80, 16), (256, 256), (6, 2), (128, 32)]
 )
-def test_change_basis(
-    ops: CpuOps, cuda: EmulatedStoreOps, inwards: bool, dim: int, block: int
-) -> None:
+def test_change_basis(ops: CpuOps, cuda: CudaOps, inwards: bool, dim: int, block: int) -> None:
     rng = np.random.default_rng(dim + block)
     n, heads = 5, 3
     turns, bias_turns = (
@@ -212,7 +207,7 @@ def test_change_basis(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_round_rows_append_and_recall(ops: CpuOps, cuda: EmulatedStoreOps, dtype: str) -> None:
+def test_round_rows_append_and_recall(ops: CpuOps, cuda: CudaOps, dtype: str) -> None:
     """Every kind of number: beyond f16, midway, subnormal, NaN with its sign and payload."""
     name = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}[dtype]
     rng = np.random.default_rng(3)

@@ -182,7 +182,7 @@ def test_a_step_interrupted_while_sealing_can_be_done_again(
     store, fresh = new_store(ops), new_store(ops)
     extend(store, TOKENS.part(0, 63))
     calls: list[int] = []
-    seal = CpuOps.seal
+    seal = CpuOps._seal
 
     def interrupted(*arguments: object) -> None:
         calls.append(1)
@@ -191,7 +191,7 @@ def test_a_step_interrupted_while_sealing_can_be_done_again(
         seal(*arguments)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(CpuOps, "seal", interrupted)
+        patch.setattr(CpuOps, "_seal", interrupted)
         with pytest.raises(KeyboardInterrupt):
             append(store, TOKENS.part(63, 64))
     assert len(store) == 63
