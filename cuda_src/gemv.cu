@@ -1,60 +1,20 @@
-// Projections of 1 .. 4 tokens, bound by reading the weights once.
+// Projections of one token, bound by reading the weights once.
 //
-// -DKIND: 0 f32, 1 f16, 2 bf16 weights; -DBLOCK threads (256); -DN_TOKENS rows of x (1).
-// Launch: block (BLOCK,), shared bytes = N_TOKENS * 4 * (cols rounded up to 256), grid =
-// min(ceil(tasks / (BLOCK / 32)), SMs * C) with C = min(3, shared memory of an SM / shared bytes), where
-// a task is two rows of all matrices together for `linear`, one row of gate and of up for `swiglu`. A warp
-// takes a task at a time. With 256 threads 4096 rows are 256 blocks, 6144 are 384: nearly whole waves of 132.
+// -DKIND: 0 f32, 1 f16, 2 bf16 weights.
+// Launch: any block of whole warps up to 512 threads, any grid (best: each block has a multiprocessor to itself, and
+// most warps have columns); shared bytes = block * (128 + pieces * 4 * ITEMS), where a thread takes 16 bytes of each
+// piece of a row: ITEMS = 4 for f32, else 8, pieces = ceil(cols / (block * ITEMS)).
+//
+// A block takes rows, a thread the same columns of all of them, through a ring in shared memory that only it uses.
+// The ring is filled before the wait for x: the memory works on while the kernel before ends.
 #include "reduce.cuh"
 
-#ifndef BLOCK
-#define BLOCK 256
-#endif
-#ifndef N_TOKENS
-#define N_TOKENS 1
-#endif
-
-// A step is 256 columns of a row: 8 of each lane. A lane has PAIR * STEPS loads under way.
-static constexpr int STEP = 256, PAIR = 2, STEPS = 4, WARPS = BLOCK / WARP;
-
-// Where column c lies in shared memory: the low 4 of each lane's 8 columns, then the high 4, so that
-// the 16-byte reads of neighbouring lanes touch neighbouring banks.
-KVRT_INLINE int place_of(int c) { return (c & ~255) | (c & 4) << 5 | (c >> 3 & 31) << 2 | (c & 3); }
-
-KVRT_INLINE int padded(int cols) { return (cols + STEP - 1) / STEP * STEP; }
+static constexpr int BYTES = KIND == 0 ? 4 : 2, ITEMS = 16 / BYTES, QUADS = ITEMS / 4, MOST_WARPS = 16;
+static constexpr int ROWS = 8;    // of a run; as many 16 bytes of each thread are under way
+static constexpr int UNIT = 4;    // of these are waited for at once
+static constexpr int WINDOW = 4;  // runs are summed up over the block at once
 
 #if KIND != 0
-struct Words {
-  uint4 at[PAIR][STEPS];
-};
-
-// Steps `first` .. of two rows; zeros beyond the columns. `wide`: 16-byte loads are possible.
-KVRT_INLINE void load(Words& w, const u16* const* rows, int first, int cols, bool wide) {
-  const int mine = first + threadIdx.x % WARP * 8;
-  if (wide) {  // no branches between the loads: they leave one after the other
-#pragma unroll
-    for (int s = 0; s < STEPS; ++s)
-#pragma unroll
-      for (int r = 0; r < PAIR; ++r) {
-        w.at[r][s] = uint4{0, 0, 0, 0};
-        if (mine + s * STEP < cols) w.at[r][s] = ptx::load_stream(rows[r] + mine + s * STEP);
-      }
-    return;
-  }
-#pragma unroll
-  for (int s = 0; s < STEPS; ++s)
-#pragma unroll
-    for (int r = 0; r < PAIR; ++r) {
-      u32 word[4] = {0, 0, 0, 0};
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int c = mine + s * STEP + i;
-        if (c < cols) word[i / 2] |= u32(rows[r][c]) << 16 * (i & 1);
-      }
-      w.at[r][s] = uint4{word[0], word[1], word[2], word[3]};
-    }
-}
-
 KVRT_INLINE float2 unpack(u32 x) {
 #if KIND == 1
   return ptx::unpack_half(x);
@@ -62,150 +22,325 @@ KVRT_INLINE float2 unpack(u32 x) {
   return ptx::unpack_bfloat(x);
 #endif
 }
-
-KVRT_INLINE float dot8(uint4 w, float4 a, float4 b, float sum) {
-  const float2 p = unpack(w.x), q = unpack(w.y), r = unpack(w.z), s = unpack(w.w);
-  sum += p.x * a.x;
-  sum += p.y * a.y;
-  sum += q.x * a.z;
-  sum += q.y * a.w;
-  sum += r.x * b.x;
-  sum += r.y * b.y;
-  sum += s.x * b.z;
-  return sum + s.y * b.w;
-}
-
-KVRT_INLINE void multiply(const Words& w, const float* x, int first, int cols, float (*sums)[N_TOKENS]) {
-  const int lane = threadIdx.x % WARP, pitch = padded(cols);
-#pragma unroll
-  for (int s = 0; s < STEPS; ++s) {
-    const int c = first + s * STEP;
-    if (c >= cols) break;
-#pragma unroll
-    for (int t = 0; t < N_TOKENS; ++t) {
-      const float4* const at = reinterpret_cast<const float4*>(x + t * pitch + c) + lane;
-      const float4 a = at[0], b = at[WARP];
-#pragma unroll
-      for (int r = 0; r < PAIR; ++r) sums[r][t] = dot8(w.at[r][s], a, b, sums[r][t]);
-    }
-  }
-}
 #endif
 
-// x (N_TOKENS, cols) to shared memory, padded with zeros; with `norm` as x / rms(x) * norm.
-KVRT_INLINE void prepare(float* shared, const float* x, const float* norm, float eps, int cols) {
-  __shared__ float scratch[32];
-  const int pitch = padded(cols);
-  for (int t = 0; t < N_TOKENS; ++t) {
-    float* const target = shared + t * pitch;
-    float squares = 0;
-    for (int c = threadIdx.x; c < pitch; c += BLOCK) {
-      const float v = c < cols ? x[i64(t) * cols + c] : 0.0f;
-      target[place_of(c)] = v;
-      squares += v * v;
-    }
-    if (!norm) continue;
-    const float scale = 1.0f / __fsqrt_rn(block_sum(squares, scratch) / cols + eps);
-    for (int c = threadIdx.x; c < cols; c += BLOCK) target[place_of(c)] *= scale * norm[c];
-  }
-  __syncthreads();
-}
-
-// For each task of the calling warp: locate(task, rows) finds the addresses of two rows, finish(task, sums)
-// is called by all lanes with their dot products with each token.
-template <class Locate, class Finish>
-KVRT_INLINE void project(int tasks, const float* x, const float* norm, float eps, int cols, bool wide,
-                         Locate locate, Finish finish) {
-  KVRT_DYNAMIC_SHARED(memory);
-  float* const shared = reinterpret_cast<float*>(memory);
-  int task = blockIdx.x * WARPS + threadIdx.x / WARP;
-  const u8* found[PAIR];
-#if KIND != 0
-  Words words;
-  if (task < tasks) {  // weights wait for nothing: their loads run while x is made ready
-    locate(task, found);
-    const u16* const rows[PAIR] = {reinterpret_cast<const u16*>(found[0]), reinterpret_cast<const u16*>(found[1])};
-    load(words, rows, 0, cols, wide);
-  }
-#endif
-  prepare(shared, x, norm, eps, cols);
-  for (bool loaded = true; task < tasks; task += gridDim.x * WARPS, loaded = false) {
-    float sums[PAIR][N_TOKENS] = {};
-    locate(task, found);
+// sum + the products of 16 bytes of weights with as many of x.
+KVRT_INLINE float dot(uint4 w, const float4* x, float sum) {
 #if KIND == 0
-    for (int c = threadIdx.x % WARP; c < cols; c += WARP)
-      for (int r = 0; r < PAIR; ++r)
-        for (int t = 0; t < N_TOKENS; ++t)
-          sums[r][t] += reinterpret_cast<const float*>(found[r])[c] * shared[t * padded(cols) + place_of(c)];
+  sum += __uint_as_float(w.x) * x[0].x;
+  sum += __uint_as_float(w.y) * x[0].y;
+  sum += __uint_as_float(w.z) * x[0].z;
+  return sum + __uint_as_float(w.w) * x[0].w;
 #else
-    const u16* const rows[PAIR] = {reinterpret_cast<const u16*>(found[0]), reinterpret_cast<const u16*>(found[1])};
-    for (int first = 0; first < cols; first += STEP * STEPS) {
-      if (first || !loaded) load(words, rows, first, cols, wide);
-      multiply(words, shared, first, cols, sums);
-    }
+  const float2 p = unpack(w.x), q = unpack(w.y), r = unpack(w.z), s = unpack(w.w);
+  sum += p.x * x[0].x;
+  sum += p.y * x[0].y;
+  sum += q.x * x[0].z;
+  sum += q.y * x[0].w;
+  sum += r.x * x[1].x;
+  sum += r.y * x[1].y;
+  sum += s.x * x[1].z;
+  return sum + s.y * x[1].w;
 #endif
-    for (int r = 0; r < PAIR; ++r)
-      for (int t = 0; t < N_TOKENS; ++t) sums[r][t] = warp_sum(sums[r][t]);
-    finish(task, sums);
+}
+
+// Up to 16 bytes from any address, as the memory of the row has them; zeros after `count` items.
+KVRT_INLINE uint4 gather(const u8* from, int count) {
+  u32 word[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int i = 0; i < ITEMS; ++i) {
+    if (i >= count) break;
+#if KIND == 0
+    word[i] = reinterpret_cast<const u32*>(from)[i];
+#else
+    word[i / 2] |= u32(reinterpret_cast<const u16*>(from)[i]) << 16 * (i & 1);
+#endif
+  }
+  return uint4{word[0], word[1], word[2], word[3]};
+}
+
+// The sums over a warp of 8 numbers of each lane: lane i gets that of number i % 8.
+KVRT_INLINE float spread_sum(const float* sums) {
+  const int lane = threadIdx.x % WARP;
+  float four[4], two[2];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float keep = lane & 1 ? sums[2 * i + 1] : sums[2 * i], give = lane & 1 ? sums[2 * i] : sums[2 * i + 1];
+    four[i] = keep + __shfl_xor_sync(ALL_LANES, give, 1);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float keep = lane & 2 ? four[2 * i + 1] : four[2 * i], give = lane & 2 ? four[2 * i] : four[2 * i + 1];
+    two[i] = keep + __shfl_xor_sync(ALL_LANES, give, 2);
+  }
+  float one = (lane & 4 ? two[1] : two[0]) + __shfl_xor_sync(ALL_LANES, lane & 4 ? two[0] : two[1], 4);
+  one += __shfl_xor_sync(ALL_LANES, one, 8);
+  return one + __shfl_xor_sync(ALL_LANES, one, 16);
+}
+
+// The columns of the calling thread: 16 bytes of each piece of a row.
+struct Mine {
+  int cols, first, step, pieces;
+
+  KVRT_INLINE explicit Mine(int cols) : cols(cols) {
+    first = threadIdx.x * ITEMS;
+    step = blockDim.x * ITEMS;
+    pieces = first < cols ? (cols - first + step - 1) / step : 0;
+  }
+  KVRT_INLINE int column(int piece) const { return first + piece * step; }
+};
+
+// The runs of at most ROWS rows that the calling block takes, one after the other. All blocks go through the rows
+// side by side, which memory likes best; what is left for the last round they share evenly. A run does not cross
+// a border (`border(row)` is the end of row's matrix), and has whole tasks of GROUP rows.
+template <int GROUP, class Border>
+struct Runs {
+  static constexpr int TASKS = ROWS / GROUP;
+  int rows, row, stop, count, round;
+  Border border;
+
+  KVRT_INLINE Runs(int rows, Border border) : rows(rows), round(-1), border(border) {
+    row = stop = 0;
+    find();
+  }
+  KVRT_INLINE bool done() const { return count == 0; }
+  KVRT_INLINE void advance() {
+    row += count;
+    find();
+  }
+  KVRT_INLINE void find() {
+    if (row == stop) {
+      const int tasks = rows / GROUP, all = gridDim.x * TASKS, first = ++round * all, left = tasks - first;
+      const int mine = blockIdx.x;
+      row = stop = 0;
+      if (left >= all) row = (first + mine * TASKS) * GROUP, stop = row + ROWS;
+      else if (left > 0) {
+        row = (first + int(i64(left) * mine / gridDim.x)) * GROUP;
+        stop = (first + int(i64(left) * (mine + 1) / gridDim.x)) * GROUP;
+      }
+    }
+    count = min(stop, border(row)) - row;
+  }
+};
+
+// Four numbers of an array of `count`, zeros beyond.
+KVRT_INLINE float4 read4(const float* from, int at, int count) {
+  float4 v{0, 0, 0, 0};
+  if (at < count) v.x = from[at];
+  if (at + 1 < count) v.y = from[at + 1];
+  if (at + 2 < count) v.z = from[at + 2];
+  if (at + 3 < count) v.w = from[at + 3];
+  return v;
+}
+
+// Numbers of f32 in the calling thread's columns: of a few pieces of a row, from `first` on.
+struct Columns {
+  static constexpr int PIECES = 4;
+  float4 of[PIECES][QUADS];
+
+  // All loads are under way at once; nothing waits for them here.
+  template <bool WIDE>
+  KVRT_INLINE void load(const float* from, int first, const Mine& mine) {
+#pragma unroll
+    for (int p = 0; p < PIECES; ++p)
+#pragma unroll
+      for (int q = 0; q < QUADS; ++q) {
+        const int at = mine.column(first + p) + 4 * q;
+        of[p][q] = float4{0, 0, 0, 0};
+        if (first + p >= mine.pieces) continue;
+        of[p][q] = WIDE ? *reinterpret_cast<const float4*>(from + at) : read4(from, at, mine.cols);
+      }
+  }
+};
+
+// x' for the calling thread's columns into `kept` (pieces, QUADS, lanes) of its warp: x, or x times norm, of which
+// `gains` has the first pieces. The sum of its x squared.
+template <bool WIDE>
+KVRT_INLINE float keep_x(float4* kept, const float* x, const float* norm, Columns& gains, const Mine& mine) {
+  float squares = 0;
+  for (int first = 0; first < mine.pieces; first += Columns::PIECES) {
+    Columns part;
+    part.load<WIDE>(x, first, mine);
+    if (norm && first) gains.load<WIDE>(norm, first, mine);
+#pragma unroll
+    for (int p = 0; p < Columns::PIECES; ++p) {
+      if (first + p >= mine.pieces) break;
+#pragma unroll
+      for (int q = 0; q < QUADS; ++q) {
+        float4 v = part.of[p][q];
+        squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+        const float4 by = gains.of[p][q];
+        if (norm) v = float4{v.x * by.x, v.y * by.y, v.z * by.z, v.w * by.w};
+        kept[((first + p) * QUADS + q) * WARP] = v;
+      }
+    }
+  }
+  return squares;
+}
+
+// Two addresses: of the even and of the odd rows of a run, in this thread's columns.
+struct Pair {
+  const u8 *even, *odd;
+};
+
+// Each warp's part of sums.
+struct Parts {
+  float of[2][WINDOW * ROWS][MOST_WARPS + 1], squares[MOST_WARPS];
+};
+
+// The sum of one number of each of the block's warps.
+KVRT_INLINE float sum_of_warps(const float* parts) {
+  float all[MOST_WARPS], sum = 0;
+#pragma unroll
+  for (int w = 0; w < MOST_WARPS; ++w) all[w] = w * WARP < int(blockDim.x) ? parts[w] : 0.0f;
+#pragma unroll
+  for (int w = 0; w < MOST_WARPS; ++w) sum += all[w];
+  return sum;
+}
+
+// Dot products of x' with `rows` rows in tasks of GROUP. locate(row) has the addresses of a row and of the next,
+// `pitch` bytes lie between a row and the next but one, before(task) is what a task needs of memory besides,
+// finish(task, sums, that) gets its GROUP products: both are called by one thread.
+template <bool WIDE, int GROUP, class Border, class Locate, class Before, class Finish>
+KVRT_INLINE void project(Parts& parts, int rows, const float* x, const float* norm, float eps, int cols, i64 pitch,
+                         Border border, Locate locate, Before before, Finish finish) {
+  KVRT_DYNAMIC_SHARED(memory);
+  constexpr int TASKS = ROWS / GROUP;
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+  const Mine mine(cols);
+  const int most = (cols + mine.step - 1) / mine.step;
+  uint4* const ring = reinterpret_cast<uint4*>(memory) + warp * (ROWS * WARP) + lane;
+  float4* const kept = reinterpret_cast<float4*>(memory) + (warps * ROWS + warp * most * QUADS) * WARP + lane;
+
+  // What the ring is filled with next: a piece of a run.
+  Runs<GROUP, Border> ahead(rows, border);
+  int ahead_piece = 0;
+  Pair from{};
+  auto find = [&] {
+    if (ahead.done()) return;
+    from = locate(ahead.row);
+    from.even += mine.first * BYTES, from.odd += mine.first * BYTES;
+  };
+  auto fill = [&](uint4* slot, int r) {
+    if (r >= ahead.count) return;
+    const u8* const at = (r & 1 ? from.odd : from.even) + (r >> 1) * pitch;
+    if (WIDE) ptx::copy_async16(slot, at);
+    else *slot = gather(at, cols - mine.column(ahead_piece));
+  };
+  auto advance = [&] {
+    from.even += mine.step * BYTES, from.odd += mine.step * BYTES;
+    if (++ahead_piece < mine.pieces) return;
+    ahead_piece = 0;
+    ahead.advance();
+    find();
+  };
+  if (mine.pieces) {
+    find();
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      fill(ring + r * WARP, r);
+      if (r % UNIT == UNIT - 1) ptx::commit_copies();
+    }
+    advance();
+  }
+  Columns gains{};
+  if (norm) gains.load<WIDE>(norm, 0, mine);  // weights, too: they wait for nobody
+  ptx::wait_for_previous();
+  const float squares = warp_sum(keep_x<WIDE>(kept, x, norm, gains, mine));
+  if (lane == 0) parts.squares[warp] = squares;
+
+  Runs<GROUP, Border> now(rows, border);
+  for (int turn = 0; !now.done(); turn ^= 1) {
+    int task = -1;
+    float2 held = {0, 0};
+    for (int i = 0; i < WINDOW && !now.done(); ++i, now.advance()) {
+      if (threadIdx.x / TASKS == i && int(threadIdx.x) % TASKS < now.count / GROUP) {
+        task = now.row / GROUP + threadIdx.x % TASKS;
+        held = before(task);
+      }
+      float sums[ROWS] = {};  // those beyond the run's rows are of no use
+      for (int p = 0; p < mine.pieces; ++p, advance()) {
+        float4 part[QUADS];
+#pragma unroll
+        for (int q = 0; q < QUADS; ++q) part[q] = kept[(p * QUADS + q) * WARP];
+#pragma unroll
+        for (int first = 0; first < ROWS; first += UNIT) {
+          uint4* const slot = ring + first * WARP;
+          uint4 w[UNIT];
+          ptx::wait_copies<ROWS / UNIT - 1>();
+#pragma unroll
+          for (int r = 0; r < UNIT; ++r) w[r] = slot[r * WARP];
+#pragma unroll
+          for (int r = 0; r < UNIT; ++r) fill(slot + r * WARP, first + r);
+          ptx::commit_copies();
+#pragma unroll
+          for (int r = 0; r < UNIT; ++r) sums[first + r] = dot(w[r], part, sums[first + r]);
+        }
+      }
+      const float sum = spread_sum(sums);
+      if (lane < ROWS) parts.of[turn][i * ROWS + lane][warp] = sum;
+    }
+    __syncthreads();
+    if (task >= 0) {
+      const float scale = norm ? 1.0f / __fsqrt_rn(sum_of_warps(parts.squares) / cols + eps) : 1.0f;
+      float totals[GROUP];
+#pragma unroll
+      for (int g = 0; g < GROUP; ++g) totals[g] = sum_of_warps(parts.of[turn][threadIdx.x * GROUP + g]) * scale;
+      finish(task, totals, held);
+    }
   }
 }
 
-KVRT_INLINE bool is_wide(int cols, const void* a, const void* b, const void* c) {
-  return cols % 8 == 0 && ((reinterpret_cast<i64>(a) | reinterpret_cast<i64>(b) | reinterpret_cast<i64>(c)) & 15) == 0;
+KVRT_INLINE bool is_wide(int cols, const void* x, const void* norm, const void* a, const void* b, const void* c) {
+  const i64 all = reinterpret_cast<i64>(x) | reinterpret_cast<i64>(norm) | reinterpret_cast<i64>(a) |
+                  reinterpret_cast<i64>(b) | reinterpret_cast<i64>(c);
+  return cols % ITEMS == 0 && (all & 15) == 0;
 }
 
-static constexpr int ITEM = KIND == 0 ? 4 : 2;
-
-// out_i (N_TOKENS, n_i) = (or += with `add`) x' @ w_i (n_i, cols).T + bias_i, i < 3; n_i may be 0, biases null.
-// x' is x (N_TOKENS, cols) f32, or x / sqrt(mean(x^2) + eps) * norm (cols) where norm is not null.
-extern "C" __global__ void __launch_bounds__(BLOCK) linear(
+// out_i (n_i) = (or += with `add`) x' @ w_i (n_i, cols).T + bias_i, i < 3; n_i may be 0, biases null.
+// x' is x (cols) f32, or x / sqrt(mean(x^2) + eps) * norm (cols) where norm is not null.
+extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP) linear(
     const float* x, int cols, const float* norm, float eps, int add, const u8* w0, int n0, const float* bias0,
     float* out0, const u8* w1, int n1, const float* bias1, float* out1, const u8* w2, int n2, const float* bias2,
     float* out2) {
+  const i64 pitch = i64(cols) * BYTES;
+  auto border = [=](int row) { return row < n0 ? n0 : row < n0 + n1 ? n0 + n1 : n0 + n1 + n2; };
+  auto locate = [=](int row) {
+    const u8* const w = row < n0 ? w0 : row < n0 + n1 ? w1 : w2;
+    const u8* const at = w + (row < n0 ? row : row < n0 + n1 ? row - n0 : row - n0 - n1) * pitch;
+    return Pair{at, at + pitch};
+  };
+  auto target = [=](int row) { return row < n0 ? out0 + row : row < n0 + n1 ? out1 + row - n0 : out2 + row - n0 - n1; };
+  auto before = [=](int row) {
+    const float* const bias = row < n0 ? bias0 : row < n0 + n1 ? bias1 : bias2;
+    const int at = row < n0 ? row : row < n0 + n1 ? row - n0 : row - n0 - n1;
+    return float2{bias ? bias[at] : 0.0f, add ? *target(row) : 0.0f};
+  };
+  auto finish = [=](int row, const float* sum, float2 held) { *target(row) = sum[0] + held.x + held.y; };
+  ptx::let_next_start();
+  __shared__ Parts parts;
   const int rows = n0 + n1 + n2;
-  auto locate = [=](int task, const u8** found) {
-    for (int r = 0; r < PAIR; ++r) {
-      const int row = min(task * PAIR + r, rows - 1);  // an odd last row is read twice, written once
-      const u8* const w = row < n0 ? w0 : row < n0 + n1 ? w1 : w2;
-      const int at = row < n0 ? row : row < n0 + n1 ? row - n0 : row - n0 - n1;
-      found[r] = w + i64(at) * cols * ITEM;
-    }
-  };
-  auto finish = [=](int task, const float (*sums)[N_TOKENS]) {
-    if (threadIdx.x % WARP) return;
-    for (int r = 0; r < PAIR; ++r) {
-      const int row = task * PAIR + r;
-      if (row >= rows) break;
-      const int which = row < n0 ? 0 : row < n0 + n1 ? 1 : 2;
-      const int at = which == 0 ? row : which == 1 ? row - n0 : row - n0 - n1;
-      const int n = which == 0 ? n0 : which == 1 ? n1 : n2;
-      const float* const bias = which == 0 ? bias0 : which == 1 ? bias1 : bias2;
-      float* const out = which == 0 ? out0 : which == 1 ? out1 : out2;
-      for (int t = 0; t < N_TOKENS; ++t) {
-        float* const target = out + i64(t) * n + at;
-        const float sum = sums[r][t] + (bias ? bias[at] : 0.0f);
-        *target = add ? *target + sum : sum;
-      }
-    }
-  };
-  project((rows + 1) / PAIR, x, norm, eps, cols, is_wide(cols, w0, n1 ? w1 : w0, n2 ? w2 : w0), locate, finish);
+  if (is_wide(cols, x, norm, w0, n1 ? w1 : w0, n2 ? w2 : w0))
+    project<true, 1>(parts, rows, x, norm, eps, cols, 2 * pitch, border, locate, before, finish);
+  else
+    project<false, 1>(parts, rows, x, norm, eps, cols, 2 * pitch, border, locate, before, finish);
 }
 
-// out (N_TOKENS, n) = silu(x' @ gate (n, cols).T + gate_bias) * (x' @ up (n, cols).T + up_bias); x' as in linear.
-extern "C" __global__ void __launch_bounds__(BLOCK) swiglu(
+// out (n) = silu(x' @ gate (n, cols).T + gate_bias) * (x' @ up (n, cols).T + up_bias); x' as in linear.
+extern "C" __global__ void __launch_bounds__(MOST_WARPS * WARP) swiglu(
     const float* x, int cols, const float* norm, float eps, const u8* gate, const float* gate_bias, const u8* up,
     const float* up_bias, int n, float* out) {
-  auto locate = [=](int task, const u8** found) {
-    found[0] = gate + i64(task) * cols * ITEM;
-    found[1] = up + i64(task) * cols * ITEM;
+  const i64 pitch = i64(cols) * BYTES;
+  auto border = [=](int) { return 2 * n; };
+  auto locate = [=](int row) { return Pair{gate + (row >> 1) * pitch, up + (row >> 1) * pitch}; };
+  auto before = [=](int at) { return float2{gate_bias ? gate_bias[at] : 0.0f, up_bias ? up_bias[at] : 0.0f}; };
+  auto finish = [=](int at, const float* sums, float2 held) {
+    out[at] = silu(sums[0] + held.x) * (sums[1] + held.y);
   };
-  auto finish = [=](int task, const float (*sums)[N_TOKENS]) {
-    if (threadIdx.x % WARP) return;
-    for (int t = 0; t < N_TOKENS; ++t) {
-      const float g = sums[0][t] + (gate_bias ? gate_bias[task] : 0.0f);
-      const float u = sums[1][t] + (up_bias ? up_bias[task] : 0.0f);
-      out[i64(t) * n + task] = silu(g) * u;
-    }
-  };
-  project(n, x, norm, eps, cols, is_wide(cols, gate, up, up), locate, finish);
+  ptx::let_next_start();
+  __shared__ Parts parts;
+  if (is_wide(cols, x, norm, gate, up, up))
+    project<true, 2>(parts, 2 * n, x, norm, eps, cols, pitch, border, locate, before, finish);
+  else
+    project<false, 2>(parts, 2 * n, x, norm, eps, cols, pitch, border, locate, before, finish);
 }

@@ -127,17 +127,17 @@ extern "C" __global__ void random_rows(u8* out, int kind, i64 count, u32 low, u3
 }
 
 // sums (threads of the grid) u32 = sums modulo 2^32 of the words that each read of a buffer of `count` 16 bytes.
-// Strided, 8 loads under way a thread.
+// Strided, 4 loads under way a thread.
 extern "C" __global__ void read_words(const uint4* buffer, i64 count, u32* sums) {
   const i64 step = all_threads();
   u32 total = 0;
   i64 i = first_item();
-  for (; i + 7 * step < count; i += 8 * step) {
-    uint4 v[8];
+  for (; i + 3 * step < count; i += 4 * step) {
+    uint4 v[4];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = ptx::load_stream(buffer + i + j * step);
+    for (int j = 0; j < 4; ++j) v[j] = ptx::load_stream(buffer + i + j * step);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) total += v[j].x + v[j].y + v[j].z + v[j].w;
+    for (int j = 0; j < 4; ++j) total += v[j].x + v[j].y + v[j].z + v[j].w;
   }
   for (; i < count; i += step) {
     const uint4 v = ptx::load_stream(buffer + i);

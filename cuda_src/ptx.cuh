@@ -6,6 +6,7 @@
 namespace ptx {
 using u16 = unsigned short;
 using u32 = unsigned;
+using u64 = unsigned long long;
 
 #define KVRT_INLINE __device__ __forceinline__
 
@@ -57,6 +58,17 @@ KVRT_INLINE u32 sub_half2(u32 a, u32 b) {
 KVRT_INLINE u32 fma_half2(u32 a, u32 b, u32 c) {
   u32 x;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
+  return x;
+}
+KVRT_INLINE u32 neg_half2(u32 a) {
+  u32 x;
+  asm("neg.f16x2 %0, %1;" : "=r"(x) : "r"(a));
+  return x;
+}
+// 1.0 where two halves are equal, else 0.
+KVRT_INLINE u32 equal_half2(u32 a, u32 b) {
+  u32 x;
+  asm("set.eq.f16x2.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
   return x;
 }
 KVRT_INLINE float exp2(float x) {
@@ -154,4 +166,53 @@ KVRT_INLINE void let_next_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+
+// Numbers that CTAs hand over while they run: each word is complete when it is seen at all.
+KVRT_INLINE void store_relaxed2(float* place, const float2& v) {
+  asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1,%2};" ::"l"(place), "f"(v.x), "f"(v.y) : "memory");
+}
+KVRT_INLINE void store_relaxed4(float* place, const float4& v) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(place), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
+}
+KVRT_INLINE float2 load_relaxed2(const float* place) {
+  float2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(place) : "memory");
+  return v;
+}
+KVRT_INLINE float4 load_relaxed4(const float* place) {
+  float4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(place)
+               : "memory");
+  return v;
+}
+
+#if __CUDA_ARCH__ >= 900
+// Copies by the copy engine: one lane asks, and bytes that have come count down a barrier in shared memory.
+KVRT_INLINE void barrier_init(u64* barrier) {
+  asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+KVRT_INLINE void barriers_are_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+KVRT_INLINE void barrier_expect(u64* barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+KVRT_INLINE void copy_bulk(void* shared, const void* global, u32 bytes, u64* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(shared)),
+               "l"(global), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+KVRT_INLINE void barrier_wait(u64* barrier, u32 phase) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain%=:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again%=;\n}" ::"r"(
+          shared_address(barrier)),
+      "r"(phase)
+      : "memory");
+}
+// What this thread wrote to shared memory comes before copies that are asked for later.
+KVRT_INLINE void order_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#endif
 }  // namespace ptx

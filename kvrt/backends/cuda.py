@@ -198,8 +198,8 @@ class CudaOps(CacheKernels):
             return
         biases = [0 if layer.bias is None else layer.bias for layer in (gate, up)]
         self._project(
-            "swiglu", gate.weight.kind, rows, x, x.shape[1], *(norm or (0, 0.0)), gate.weight.address,
-            biases[0], up.weight.address, biases[1], rows, out,
+            "swiglu", gate.weight.kind, rows, x, x.shape[1], *(norm or (0, 0.0)),
+            gate.weight.address, biases[0], up.weight.address, biases[1], rows, out,
         )  # fmt: skip
 
     def _project(self, kernel: str, kind: int, tasks: int, x: Array, cols: int, *rest: Any) -> None:

@@ -282,6 +282,11 @@ inline u32 fma_half2(u32 a, u32 b, u32 c) {
   auto fma1 = [](float p, float q, float r) { return emulated_bits<u16>(_Float16(double(p) * q + r)); };
   return fma1(x.x, y.x, z.x) | u32(fma1(x.y, y.y, z.y)) << 16;
 }
+inline u32 neg_half2(u32 a) { return a ^ 0x80008000u; }
+inline u32 equal_half2(u32 a, u32 b) {
+  const float2 x = unpack_half(a), y = unpack_half(b);
+  return (x.x == y.x ? 0x3C00u : 0) | (x.y == y.y ? 0x3C000000u : 0);
+}
 inline float exp2(float x) { return std::exp2(x); }
 inline float rcp(float x) { return 1.0f / x; }
 inline u32 prmt(u32 a, u32 b, u32 selector) {
@@ -366,4 +371,9 @@ inline uint4 load_stream(const void* place) { return *static_cast<const uint4*>(
 // Kernels run one after the other.
 inline void wait_for_previous() {}
 inline void let_next_start() {}
+
+inline void store_relaxed2(float* place, const float2& v) { std::memcpy(place, &v, 8); }
+inline void store_relaxed4(float* place, const float4& v) { std::memcpy(place, &v, 16); }
+inline float2 load_relaxed2(const float* place) { return {place[0], place[1]}; }
+inline float4 load_relaxed4(const float* place) { return {place[0], place[1], place[2], place[3]}; }
 }  // namespace ptx

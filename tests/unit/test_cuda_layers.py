@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 
 from kvrt.backends import get_ops
+from kvrt.backends.projection_shape import blocks_an_sm, projection_shape
 from tests.emulator import COMPILER, EmulatedModule
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 EPS = 1e-5
-BLOCK = 64
 KINDS = {0: np.float32, 1: np.float16}
 BF16 = 2
 
 
 @cache
-def gemv(kind: int, tokens: int = 1) -> EmulatedModule:
-    return EmulatedModule("gemv.cu", {"KIND": kind, "BLOCK": BLOCK, "N_TOKENS": tokens})
+def gemv(kind: int) -> EmulatedModule:
+    return EmulatedModule("gemv.cu", {"KIND": kind})
 
 
 @cache
@@ -53,8 +53,9 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return aligned(rng.standard_normal(shape, np.float32))
 
 
-def shared_bytes(tokens: int, cols: int) -> int:
-    return tokens * 4 * -(-cols // 256) * 256
+def shared_bytes(kind: int, cols: int, block: int) -> int:
+    items = 8 if kind else 4
+    return block * (128 + -(-cols // (block * items)) * 4 * items)
 
 
 def normed(x: np.ndarray, norm: np.ndarray | None) -> np.ndarray:
@@ -74,55 +75,79 @@ def close(found: np.ndarray, wanted: np.ndarray) -> None:
 
 @pytest.mark.parametrize("kind", [0, 1, 2])
 @pytest.mark.parametrize(
-    ("tokens", "cols", "sizes", "with_norm", "add", "grid"),
+    ("cols", "sizes", "with_norm", "add", "grid", "block"),
     [
-        (1, 576, (192, 3, 1), True, 0, 7),
-        (1, 1536, (3, 0, 0), False, 1, 1),
-        (1, 100, (577, 0, 0), True, 0, 9),
-        (1, 7, (1, 3, 192), False, 1, 300),
-        (1, 1, (1, 0, 0), True, 0, 1),
-        (3, 1544, (5, 2, 2), True, 1, 2),
+        (576, (192, 3, 1), True, 0, 7, 96),  # runs that end at matrices; a window, and more
+        (1536, (3, 0, 0), False, 1, 1, 64),  # several pieces of a row
+        (520, (90, 20, 50), True, 1, 2, 64),  # of which the last is for some threads only
+        (100, (577, 0, 0), True, 0, 9, 32),
+        (7, (1, 3, 192), False, 1, 300, 64),  # more blocks than rows; threads without columns
+        (1, (1, 0, 0), True, 0, 1, 32),
+        (512, (0, 41, 7), True, 1, 1, 32),
     ],
 )
 def test_linear_is_a_matrix_product(
-    kind: int, tokens: int, cols: int, sizes: tuple[int, ...], with_norm: bool, add: int, grid: int
+    kind: int,
+    cols: int,
+    sizes: tuple[int, ...],
+    with_norm: bool,
+    add: int,
+    grid: int,
+    block: int,
 ) -> None:
     rng = np.random.default_rng(cols)
-    x = normal(rng, tokens, cols)
+    x = normal(rng, cols)
     norm = normal(rng, cols) if with_norm else None
     arguments: list[Any] = []
     checks = []
     for i, rows in enumerate(sizes):
         held, numbers = stored(normal(rng, rows, cols), kind)
         bias = normal(rng, rows) if i != 1 else None
-        out = normal(rng, tokens, rows) if add else np.full((tokens, rows), np.nan, np.float32)
-        wanted = normed(x, norm) @ numbers.T + (0 if bias is None else bias) + (out if add else 0)
+        out = normal(rng, rows) if add else np.full(rows, np.nan, np.float32)
+        wanted = numbers @ normed(x, norm) + (0 if bias is None else bias) + (out if add else 0)
         arguments += [held, rows, 0 if bias is None else bias, out]
         checks.append((out, wanted))
-    gemv(kind, tokens).launch(
-        "linear", (grid,), (BLOCK,), x, cols, 0 if norm is None else norm, EPS, add, *arguments,
-        shared=shared_bytes(tokens, cols),
+    gemv(kind).launch(
+        "linear", (grid,), (block,), x, cols, 0 if norm is None else norm, EPS, add, *arguments,
+        shared=shared_bytes(kind, cols, block),
     )  # fmt: skip
     for out, wanted in checks:
         if wanted.size:
             close(out, wanted)
 
 
+def test_rows_do_not_depend_on_the_grid() -> None:
+    rng = np.random.default_rng(11)
+    held, _ = stored(normal(rng, 83, 576), 1)
+    x, norm, outs = normal(rng, 576), normal(rng, 576), []
+    for grid in (1, 3, 10, 100):
+        out = np.full(83, np.nan, np.float32)
+        gemv(1).launch(
+            "linear", (grid,), (64,), x, 576, norm, EPS, 0, held, 83, 0, out, *[0] * 8,
+            shared=shared_bytes(1, 576, 64),
+        )  # fmt: skip
+        outs.append(out)
+    for out in outs[1:]:
+        np.testing.assert_array_equal(out, outs[0])
+
+
 @pytest.mark.parametrize("kind", [0, 1, 2])
-@pytest.mark.parametrize(("tokens", "cols", "rows"), [(1, 576, 192), (1, 100, 3), (3, 1544, 5)])
-def test_swiglu(kind: int, tokens: int, cols: int, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("cols", "rows", "grid", "block"), [(576, 192, 5, 64), (100, 3, 2, 32), (1544, 35, 1, 96)]
+)
+def test_swiglu(kind: int, cols: int, rows: int, grid: int, block: int) -> None:
     rng = np.random.default_rng(cols + 1)
-    x, norm, bias = normal(rng, tokens, cols), normal(rng, cols), normal(rng, rows)
+    x, norm, bias = normal(rng, cols), normal(rng, cols), normal(rng, rows)
     gate, gates = stored(normal(rng, rows, cols) / np.float32(cols**0.5), kind)
     up, ups = stored(normal(rng, rows, cols), kind)
     for has_norm, gate_bias, up_bias in [(True, bias, 0), (False, 0, bias)]:
-        out = np.full((tokens, rows), np.nan, np.float32)
-        gemv(kind, tokens).launch(
-            "swiglu", (5,), (BLOCK,), x, cols, norm if has_norm else 0, EPS,
-            gate, gate_bias, up, up_bias, rows, out, shared=shared_bytes(tokens, cols),
+        out = np.full(rows, np.nan, np.float32)
+        gemv(kind).launch(
+            "swiglu", (grid,), (block,), x, cols, norm if has_norm else 0, EPS,
+            gate, gate_bias, up, up_bias, rows, out, shared=shared_bytes(kind, cols, block),
         )  # fmt: skip
         ready = normed(x, norm if has_norm else None)
-        close(out, silu(ready @ gates.T + gate_bias) * (ready @ ups.T + up_bias))
+        close(out, silu(gates @ ready + gate_bias) * (ups @ ready + up_bias))
 
 
 @pytest.mark.parametrize("kind", [1, 2])
@@ -133,16 +158,32 @@ def test_weights_that_are_not_aligned_and_nan(kind: int) -> None:
     shifted = room[1:].reshape(held.shape)
     shifted[...] = held
     shifted.view(np.uint16)[2, 63] = 0x7FFF
-    x = normal(rng, 1, 64)
-    out = np.zeros((1, 4), np.float32)
-    for weights in (shifted, aligned(shifted)):
+    x = normal(rng, 64)
+    far = aligned(np.zeros(65, np.float32))[1:]
+    far[:] = x
+    out = np.zeros(4, np.float32)
+    for weights, given in ((shifted, x), (aligned(shifted), x), (aligned(shifted), far)):
         out[:] = 0
         gemv(kind).launch(
-            "linear", (1,), (BLOCK,), x, 64, 0, EPS, 0, weights, 4, 0, out, *[0] * 8,
-            shared=shared_bytes(1, 64),
+            "linear", (1,), (64,), given, 64, 0, EPS, 0, weights, 4, 0, out, *[0] * 8,
+            shared=shared_bytes(kind, 64, 64),
         )  # fmt: skip
-        assert np.isnan(out[0]).tolist() == [False, False, True, False]
-        close(out[0, [0, 1, 3]], (x @ numbers.T)[0, [0, 1, 3]])
+        assert np.isnan(out).tolist() == [False, False, True, False]
+        close(out[[0, 1, 3]], (numbers @ x)[[0, 1, 3]])
+
+
+@pytest.mark.parametrize("max_shared", [99 << 10, 163 << 10, 227 << 10])
+@pytest.mark.parametrize("kind", [0, 1])
+def test_the_shape_of_a_launch_fits(kind: int, max_shared: int) -> None:
+    # What the compiler says that the kernels have for themselves.
+    own = 4480
+    for cols in (1, 7, 64, 576, 2048, 4096, 5120, 8192, 11008, 14336, 16384):
+        threads, shared = projection_shape(kind, cols, max_shared)
+        assert threads % 32 == 0 and 32 <= threads <= 512
+        assert shared == shared_bytes(kind, cols, threads) <= max_shared - own
+    assert projection_shape(1, 4096, max_shared)[0] == 512
+    assert projection_shape(1, 14336, 227 << 10)[0] == 448
+    assert [blocks_an_sm(threads) for threads in (512, 448, 256, 32)] == [1, 1, 2, 16]
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 576), (3, 1536), (5, 7), (577, 1)])

@@ -155,7 +155,7 @@ def test_much_shared_memory_and_sync_work_as_without(
     device.module("fill.cu").launch(
         "fill", (1,), (1,), 512, 1, 1.0, shared=100 * 1024, overlap=True
     )
-    assert cupy.granted == [(0xFEED00000001, 8, 232448)]
+    assert cupy.granted == [(0xFEED00000001, 8, 232448), (0xFEED00000001, 9, 100)]
     assert device.handle.synchronized == 1 and driver.calls[0][0][6] == 100 * 1024
 
 

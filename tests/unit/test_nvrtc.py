@@ -372,6 +372,7 @@ def cupy(sources: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     }))  # fmt: skip
     monkeypatch.delenv("KVRT_SYNC", raising=False)
     yield SimpleNamespace(
+        __version__="14.2.0",
         cuda=SimpleNamespace(
             runtime=runtime,
             Device=FakeDevice,
@@ -530,8 +531,9 @@ def test_doctor_describes_devices(cupy: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(nvrtc, "find_compiler", lambda newest=None: found)
     lines = cuda_device.describe()
     assert [line[:2] for line in lines] == [
-        ("cuda:0", True), ("cuda:1", True), ("CUDA compiler", True),
+        ("CuPy", True), ("cuda:0", True), ("cuda:1", True), ("CUDA compiler", True),
     ]  # fmt: skip
-    assert lines[0][2] == "A GPU, sm_90, 0.0 of 0.0 GiB free"
+    assert lines[0][2] == "14.2.0; the driver takes CUDA 13.2"
+    assert lines[1][2] == "A GPU, sm_90, 0.0 of 0.0 GiB free"
     monkeypatch.setattr(FakeDevice, "mem_info", property(failing(RuntimeError("in use"))))
-    assert cuda_device.describe()[0] == ("cuda:0", False, "cannot be used: in use")
+    assert cuda_device.describe()[1] == ("cuda:0", False, "cannot be used: in use")
