@@ -3,14 +3,10 @@
 // sums[j] is a 16 x 8 tile of the tokens 16 j ... 16 j + 15 and the query heads: a lane has rows lane / 4 and + 8,
 // heads 2 (lane % 4) and the next. Scores leave this file times the power of two that is in the query.
 #pragma once
-#include "attend_query.cuh"
-#include "fields.cuh"
+#include "attend_outliers.cuh"
 
-#if K_CODEC == 1 || K_CODEC == 2
+#if (K_CODEC == 1 || K_CODEC == 2) && FORM != VIEW_PRE
 // Uniform integers: code * scale + shift.
-static constexpr int K_GROUPS = (K_BY_ROWS ? 64 : HEAD_DIM) / K_GROUP;
-static constexpr int K_PLACES = K_BY_ROWS ? HEAD_DIM : 64;
-static constexpr int K_MIDDLE = K_CODEC == 2 ? 1 << (K_BITS - 1) : (1 << (K_BITS - 1)) - 1;
 static constexpr int K_LOW_BITS = K_BITS == 3 ? 2 : K_BITS;
 
 // Sums of a plane's codes * B over tile s of the token tiles FIRST ... FIRST + COUNT - 1, B as it is for s.
@@ -46,13 +42,13 @@ KVRT_INLINE void scores_by_channel(float (&scores)[4][4], const u8* run, const Q
       const u32 low_sign = scale.x & 0x80008000u, high_sign = scale.y & 0x80008000u;
       if (K_MODE == 2) scale = {scale.x & 0x7FFF7FFFu, scale.y & 0x7FFF7FFFu};
       const u32 low = ptx::mul_half2(query.low[s], scale.x), high = ptx::mul_half2(query.high[s], scale.y);
-      if (K_CODEC == 1 && K_MODE != 1) {
+      if (K_MINIMA) {
         const uint2 minimum = scales[((K_GROUPS + g) * HEAD_DIM + 16 * s) / 4 + col];
         ptx::mma_half(shift, minimum.x, minimum.x, minimum.y, minimum.y, query.low[s], query.high[s]);
       }
       if (K_CODEC == 2 || K_MODE != 0) {
         // Where a hybrid's scale is negative its group is asymmetric, and has no middle.
-        u32 low_middle = constant_half2(-float(K_MIDDLE)), high_middle = low_middle;
+        u32 low_middle = exact_half2(-K_MIDDLE), high_middle = low_middle;
         if (K_MODE == 2) {
           low_middle &= ~((low_sign >> 15) * 0xFFFFu);
           high_middle &= ~((high_sign >> 15) * 0xFFFFu);
@@ -88,14 +84,11 @@ KVRT_INLINE void scores_by_channel(float (&scores)[4][4], const u8* run, const Q
   }
 }
 #else
-// Add one plane's sums over the channels of group g, of which the tiles START ... are a part, to scores.
-//
-// LOW, HIGH: whether the group has channels of the low half, of the high half of the head.
-template <int BITS, bool LOW, bool HIGH>
-KVRT_INLINE void add_group(float (&scores)[4][4], const u8* codes, const u16* scales, const Query& query, int start,
-                           int g, float weight, bool shifted) {
+// Add one plane's sums over the channels of group g to scores.
+template <int BITS>
+KVRT_INLINE void add_group(float (&scores)[4][4], const u8* codes, const u16* scales, const Query& query, int g,
+                           float weight, bool shifted) {
   using P = Plane<BITS>;
-  constexpr int COUNT = LOW && HIGH ? TILES : K_GROUP / 8;
   const int row = threadIdx.x % WARP / 4;
   float sums[4][4], total[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -103,9 +96,11 @@ KVRT_INLINE void add_group(float (&scores)[4][4], const u8* codes, const u16* sc
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[j][i] = 0;
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) {
-    const int s = start + i;
-    const u32 low = LOW ? query.low[s] : 0, high = HIGH ? query.high[s] : 0;
+  for (int s = 0; s < TILES; ++s) {
+    // Which channels of the tile the group has: those of the low half of the head, of the high half, or both.
+    const bool has_low = 8 * s / K_GROUP == g, has_high = (HALF + 8 * s) / K_GROUP == g;
+    if (!has_low && !has_high) continue;
+    const u32 low = has_low ? query.low[s] : 0, high = has_high ? query.high[s] : 0;
     if (shifted) ptx::mma_half(total, ONES, ONES, ONES, ONES, low, high);
     add_codes<BITS, 0, 4>(sums, codes, s, scale_half2(low, P::low_columns(s)), scale_half2(high, P::high_columns(s)));
   }
@@ -136,26 +131,18 @@ KVRT_INLINE void scores_by_token(float (&scores)[4][4], const u8* run, const Que
   for (int j = 0; j < 4; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i) scores[j][i] = 0;
-  if constexpr (K_GROUPS == 1) {
-    add_group<K_LOW_BITS, true, true>(scores, codes, scales, query, 0, 0, FROM_SUBNORMAL, true);
-    if constexpr (K_BITS == 3) add_group<1, true, true>(scores, top, scales, query, 0, 0, 4 * FROM_SUBNORMAL, false);
-  } else {
 #pragma unroll
-    for (int i = 0; i < K_GROUPS / 2; ++i) {
-      const int start = i * (K_GROUP / 8), high = K_GROUPS / 2 + i;
-      add_group<K_LOW_BITS, true, false>(scores, codes, scales, query, start, i, FROM_SUBNORMAL, true);
-      add_group<K_LOW_BITS, false, true>(scores, codes, scales, query, start, high, FROM_SUBNORMAL, true);
-      if constexpr (K_BITS == 3) {
-        add_group<1, true, false>(scores, top, scales, query, start, i, 4 * FROM_SUBNORMAL, false);
-        add_group<1, false, true>(scores, top, scales, query, start, high, 4 * FROM_SUBNORMAL, false);
-      }
-    }
+  for (int i = 0; i < K_GROUPS; ++i) {
+    // Groups that share words come one after the other.
+    const int g = K_GROUPS % 2 ? i : i / 2 + i % 2 * (K_GROUPS / 2);
+    add_group<K_LOW_BITS>(scores, codes, scales, query, g, FROM_SUBNORMAL, true);
+    if constexpr (K_BITS == 3) add_group<1>(scores, top, scales, query, g, 4 * FROM_SUBNORMAL, false);
   }
 }
 #endif
 #endif
 
-#if K_CODEC == 3
+#if K_CODEC == 3 && FORM != VIEW_PRE
 // 8-bit floats: one scale for the head.
 KVRT_INLINE void scores_of_floats(float (&scores)[4][4], const u8* run, const Query& query, float scale) {
 #pragma unroll
@@ -181,8 +168,24 @@ KVRT_INLINE void scores_of_floats(float (&scores)[4][4], const u8* run, const Qu
 #endif
 
 // Scores of a page; `state` is what the codec measured (fp8: a scale for each head).
-KVRT_INLINE void page_scores(float (&scores)[4][4], const u8* run, const Query& query, const float* state, int head) {
-#if K_CODEC == 3
+KVRT_INLINE void page_scores(float (&scores)[4][4], const u8* run, const Query& query, const Tables& tables,
+                             const float* state, int head) {
+#if K_CODEC == 4 || (K_CODEC != 0 && FORM == VIEW_PRE)
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[j][i] = 0;
+  half_scores(scores, run, query, tables);
+#if K_CODEC == 4
+  if (K_OUTLIERS > 0) add_key_outliers(scores, run, query, tables);
+#elif K_CODEC == 3
+  const float factor = __ldg(state + head) * (K_E4M3 ? 256.0f : 1.0f);
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[j][i] *= factor;
+#endif
+#elif K_CODEC == 3
   scores_of_floats(scores, run, query, __ldg(state + head));
 #elif K_CODEC != 0 && K_BY_ROWS
   scores_by_channel(scores, run, query);

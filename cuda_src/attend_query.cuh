@@ -23,35 +23,67 @@ KVRT_INLINE void butterfly(float& a, float& b) {
   a = sum;
 }
 
+// The same between lanes that differ in `bit`.
+KVRT_INLINE void lane_butterfly(float& x, int bit) {
+  const float other = __shfl_xor_sync(ALL_LANES, x, bit);
+  x = threadIdx.x & bit ? other - x : x + other;
+}
+
 // x[c / 8][one] in blocks of `BLOCK` channels, orthonormal; bits 1, 2 of c are the lane's.
-template <int BLOCK>
-KVRT_INLINE void hadamard(float (&x)[2 * TILES][2]) {
-  const int lane = threadIdx.x % WARP;
+//
+// With SHARED, bit 3 is bit 4 of the lane, and this is x[c / 16][one].
+template <int BLOCK, bool SHARED, int COUNT>
+KVRT_INLINE void hadamard(float (&x)[COUNT][2]) {
 #pragma unroll
-  for (int i = 0; i < 2 * TILES; ++i) {
+  for (int i = 0; i < COUNT; ++i) {
     if (BLOCK >= 2) butterfly(x[i][0], x[i][1]);
 #pragma unroll
-    for (int one = 0; one < 2; ++one)
-#pragma unroll
-      for (int bit = 1; bit <= 2; bit *= 2)
-        if (BLOCK >= 4 * bit) {
-          const float other = __shfl_xor_sync(ALL_LANES, x[i][one], bit);
-          x[i][one] = lane & bit ? other - x[i][one] : x[i][one] + other;
-        }
+    for (int one = 0; one < 2; ++one) {
+      if (BLOCK >= 4) lane_butterfly(x[i][one], 1);
+      if (BLOCK >= 8) lane_butterfly(x[i][one], 2);
+      if (SHARED && BLOCK >= 16) lane_butterfly(x[i][one], 16);
+    }
   }
 #pragma unroll
-  for (int bit = 1; 16 * bit <= BLOCK; bit *= 2)
+  for (int bit = 1; (SHARED ? 32 : 16) * bit <= BLOCK; bit *= 2)
 #pragma unroll
-    for (int i = 0; i < 2 * TILES; ++i)
+    for (int i = 0; i < COUNT; ++i)
       if (!(i & bit))
 #pragma unroll
         for (int one = 0; one < 2; ++one) butterfly(x[i][one], x[i | bit][one]);
   const float norm = rsqrtf(float(BLOCK));
 #pragma unroll
-  for (int i = 0; i < 2 * TILES; ++i) {
+  for (int i = 0; i < COUNT; ++i) {
     x[i][0] *= norm;
     x[i][1] *= norm;
   }
+}
+
+// Two neighbours, the first at an even place.
+KVRT_INLINE float2 load_pair(const float* place) { return *reinterpret_cast<const float2*>(place); }
+
+// Channels c, c + 1 of both halves of q (2, HALF) f32 in shared memory, turned backwards by the angles of `base`
+// (2, HALF) f32 if there are any.
+KVRT_INLINE void read_query(float (&low)[2], float (&high)[2], const float* q, const float* base, int c) {
+  float2 x = load_pair(q + c), y = load_pair(q + HALF + c);
+  if (base != nullptr) {
+    const float2 cosine = load_pair(base + c), sine = load_pair(base + HALF + c), a = x, b = y;
+    x = {a.x * cosine.x + b.x * sine.x, a.y * cosine.y + b.y * sine.y};
+    y = {b.x * cosine.x - a.x * sine.x, b.y * cosine.y - a.y * sine.y};
+  }
+  low[0] = x.x;
+  low[1] = x.y;
+  high[0] = y.x;
+  high[1] = y.y;
+}
+
+// The power of two to multiply a query by whose squares sum up to so much, and its inverse. The norm becomes
+// 2^7 ... 2^8: no channel is beyond, and with scales up to 255 all products are halves.
+KVRT_INLINE float scale_of(float squares, float& unscale) {
+  const int exponent = int(__float_as_uint(squares) >> 23 & 255) - 127;
+  const int up = squares > 1e-30f ? 7 - (exponent >> 1) : 0;
+  unscale = __uint_as_float(u32(127 - up) << 23);
+  return __uint_as_float(u32(127 + up) << 23);
 }
 
 // Make fragments of q (8, HEAD_DIM) f32 in shared memory, after RoPE and scaled: turned backwards by the angles of
@@ -60,20 +92,9 @@ KVRT_INLINE void make_query(Query& query, const float* q, const float* base, con
   const int lane = threadIdx.x % WARP, head = lane / 4, col = lane % 4;
   float x[2 * TILES][2];
 #pragma unroll
-  for (int s = 0; s < TILES; ++s)
-#pragma unroll
-    for (int one = 0; one < 2; ++one) {
-      const int c = 8 * s + 2 * col + one;
-      x[s][one] = q[head * HEAD_DIM + c];
-      x[TILES + s][one] = q[head * HEAD_DIM + HALF + c];
-      if (base != nullptr) {
-        const float cosine = __ldg(base + c), sine = __ldg(base + HALF + c), low = x[s][one], high = x[TILES + s][one];
-        x[s][one] = low * cosine + high * sine;
-        x[TILES + s][one] = high * cosine - low * sine;
-      }
-    }
+  for (int s = 0; s < TILES; ++s) read_query(x[s], x[TILES + s], q + head * HEAD_DIM, base, 8 * s + 2 * col);
 #if K_HADAMARD > 0
-  hadamard<K_HADAMARD>(x);
+  hadamard<K_HADAMARD, false>(x);
 #endif
   float squares = 0;
 #pragma unroll
@@ -85,11 +106,7 @@ KVRT_INLINE void make_query(Query& query, const float* q, const float* base, con
     }
   squares += __shfl_xor_sync(ALL_LANES, squares, 1);
   squares += __shfl_xor_sync(ALL_LANES, squares, 2);
-  // The norm becomes 2^7 ... 2^8: no channel is beyond, and with scales up to 255 all products are halves.
-  const int exponent = int(__float_as_uint(squares) >> 23 & 255) - 127;
-  const int up = squares > 1e-30f ? 7 - (exponent >> 1) : 0;
-  const float scale = __uint_as_float(u32(127 + up) << 23);
-  query.unscale = __uint_as_float(u32(127 - up) << 23);
+  const float scale = scale_of(squares, query.unscale);
 #pragma unroll
   for (int s = 0; s < TILES; ++s) {
     const float a = x[s][0] * scale, b = x[s][1] * scale, c = x[TILES + s][0] * scale, d = x[TILES + s][1] * scale;
@@ -105,3 +122,42 @@ KVRT_INLINE void make_query(Query& query, const float* q, const float* base, con
 #endif
   }
 }
+
+// The same where at most four of the query heads are wanted: a lane makes half of one, for itself and for lane ^ 16.
+// The other four heads get numbers without meaning, and an `unscale` of 0, which makes their scores 0.
+#if K_KIND != 2 && HEAD_DIM % 32 == 0
+KVRT_INLINE void make_four(Query& query, const float* q, const float* base, const float* factors) {
+  const int lane = threadIdx.x % WARP, head = lane / 4 % 4, col = lane % 4, part = lane / 16;
+  float x[TILES][2];  // of the tiles 2 t + part
+#pragma unroll
+  for (int t = 0; t < TILES / 2; ++t)
+    read_query(x[t], x[TILES / 2 + t], q + head * HEAD_DIM, base, 8 * (2 * t + part) + 2 * col);
+#if K_HADAMARD > 0
+  hadamard<K_HADAMARD, true>(x);
+#endif
+  float squares = 0;
+#pragma unroll
+  for (int i = 0; i < TILES; ++i)
+#pragma unroll
+    for (int one = 0; one < 2; ++one) {
+      if (factors != nullptr) x[i][one] *= __ldg(factors + 8 * (2 * i + part) + 2 * col + one);
+      squares += x[i][one] * x[i][one];
+    }
+  squares += __shfl_xor_sync(ALL_LANES, squares, 1);
+  squares += __shfl_xor_sync(ALL_LANES, squares, 2);
+  squares += __shfl_xor_sync(ALL_LANES, squares, 16);
+  const float scale = scale_of(squares, query.unscale);
+  if (part) query.unscale = 0;
+#pragma unroll
+  for (int t = 0; t < TILES / 2; ++t) {
+    query.low[2 * t] = ptx::pack_half(x[t][0] * scale, x[t][1] * scale);
+    query.high[2 * t] = ptx::pack_half(x[TILES / 2 + t][0] * scale, x[TILES / 2 + t][1] * scale);
+    query.low[2 * t + 1] = __shfl_xor_sync(ALL_LANES, query.low[2 * t], 16);
+    query.high[2 * t + 1] = __shfl_xor_sync(ALL_LANES, query.high[2 * t], 16);
+  }
+}
+#else
+KVRT_INLINE void make_four(Query& query, const float* q, const float* base, const float* factors) {
+  make_query(query, q, base, factors);
+}
+#endif

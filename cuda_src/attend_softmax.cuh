@@ -10,27 +10,31 @@ struct Softmax {
   float peak[2] = {NOTHING, NOTHING}, total[2] = {0, 0};
   float sums[TILES][4] = {}, minima[4] = {0, 0, 0, 0};
 
-  // Take up COUNT tiles of scores (times `unscale`); they become weights.
+  // Take up COUNT tiles of scores (times `unscale`, powers of two), of which the tokens low ... count - 1 are seen, at
+  // least one; they become weights.
   template <int COUNT>
   KVRT_INLINE void step(float (&scores)[COUNT][4], const float (&unscale)[2], int low, int count) {
-    const int row = threadIdx.x % WARP / 4;
-    float top[2] = {peak[0], peak[1]};
+    if (low > 0 || count < 16 * COUNT) {
+      const int row = threadIdx.x % WARP / 4;
 #pragma unroll
-    for (int j = 0; j < COUNT; ++j)
+      for (int j = 0; j < COUNT; ++j)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int token = 16 * j + 8 * (i >> 1) + row;
-        scores[j][i] *= unscale[i & 1];
-        if (token < low || token >= count) scores[j][i] = NOTHING;
-        top[i & 1] = scores[j][i] > top[i & 1] ? scores[j][i] : top[i & 1];
-      }
+        for (int i = 0; i < 4; ++i) {
+          const int token = 16 * j + 8 * (i >> 1) + row;
+          if (token < low || token >= count) scores[j][i] = NOTHING;
+        }
+    }
+    // A NaN among the scores is no maximum, but it makes its weight a NaN.
+    float top[2] = {fmaxf(scores[0][0], scores[0][2]), fmaxf(scores[0][1], scores[0][3])};
+#pragma unroll
+    for (int j = 1; j < COUNT; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) top[i & 1] = fmaxf(top[i & 1], scores[j][i]);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
-      for (int d = 4; d < WARP; d *= 2) {
-        const float other = __shfl_xor_sync(ALL_LANES, top[h], d);
-        top[h] = other > top[h] ? other : top[h];
-      }
+      for (int d = 4; d < WARP; d *= 2) top[h] = fmaxf(top[h], __shfl_xor_sync(ALL_LANES, top[h], d));
+      top[h] = fmaxf(top[h] * unscale[h], peak[h]);
     }
     if (__any_sync(ALL_LANES, top[0] > peak[0] || top[1] > peak[1])) {
       const float shrink[2] = {ptx::exp2(peak[0] - top[0]), ptx::exp2(peak[1] - top[1])};
@@ -46,19 +50,22 @@ struct Softmax {
 #pragma unroll
       for (int i = 0; i < 4; ++i) minima[i] *= shrink[i & 1];
     }
+    const float shift[2] = {WEIGHT_BITS - peak[0], WEIGHT_BITS - peak[1]};
 #pragma unroll
     for (int j = 0; j < COUNT; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        // A NaN among the scores is no maximum, but it makes its weight a NaN.
-        scores[j][i] = scores[j][i] == NOTHING ? 0.0f : ptx::exp2(scores[j][i] - peak[i & 1] + WEIGHT_BITS);
+        scores[j][i] = ptx::exp2(scores[j][i] * unscale[i & 1] + shift[i & 1]);
         total[i & 1] += scores[j][i];
       }
   }
 };
 
-// Write what a warp found, for each query head: weighted values (8, HEAD_DIM), maximum and total (8, 2).
-KVRT_INLINE void write_state(float* sums, float* stats, Softmax& state) {
+// A warp's state of up to 8 query heads in shared memory: weighted values (8, PITCH), maximum and total (8, 2).
+static constexpr int PITCH = HEAD_DIM + 4;  // no two heads of a lane's column in one bank
+static constexpr int STATE_FLOATS = 8 * PITCH + 16;
+
+KVRT_INLINE void write_state(float* place, Softmax& state, int heads) {
   const int lane = threadIdx.x % WARP, row = lane / 4, col = lane % 4;
 #if (V_CODEC == 1 || V_CODEC == 2) && V_BY_ROWS
   // Row g of the tile of minima belongs to all channels of group g.
@@ -75,65 +82,179 @@ KVRT_INLINE void write_state(float* sums, float* stats, Softmax& state) {
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
     for (int d = 4; d < WARP; d *= 2) state.total[h] += __shfl_xor_sync(ALL_LANES, state.total[h], d);
-    float* mine = sums + (2 * col + h) * HEAD_DIM;
+    const int head = 2 * col + h;
+    if (head >= heads) continue;
     if (row == 0) {
-      stats[2 * (2 * col + h)] = state.peak[h];
-      stats[2 * (2 * col + h) + 1] = state.total[h];
+      place[8 * PITCH + 2 * head] = state.peak[h];
+      place[8 * PITCH + 2 * head + 1] = state.total[h];
     }
 #pragma unroll
     for (int s = 0; s < TILES; ++s) {
-      mine[16 * s + row] = state.sums[s][h];
-      mine[16 * s + 8 + row] = state.sums[s][2 + h];
+      place[head * PITCH + 16 * s + row] = state.sums[s][h];
+      place[head * PITCH + 16 * s + 8 + row] = state.sums[s][2 + h];
     }
   }
 }
 
-// Merge `count` states of up to 8 query heads: sums (count, 8, HEAD_DIM), stats (count, 8, 2) of maximum and total.
-//
-// merged (heads, HEAD_DIM) and merged_stats (8, 2), in shared memory, get the result; `weights` (8, count) f32 there is
-// scratch. Every load of a step is independent of the others: what this costs is latency.
-KVRT_INLINE void merge(const float* sums, const float* stats, int count, int heads, float* weights, float* merged,
-                       float* merged_stats) {
+// The state of one query head, over a warp: sums[i] are the channels 4 (lane + 32 i) ... + 3.
+static constexpr int QUARTERS = HEAD_DIM / 4, PARTS = (QUARTERS + WARP - 1) / WARP;
+
+KVRT_INLINE float warp_maximum(float x) {
+#pragma unroll
+  for (int d = 1; d < WARP; d *= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, d));
+  return x;
+}
+KVRT_INLINE float warp_sum(float x) {
+#pragma unroll
+  for (int d = 1; d < WARP; d *= 2) x += __shfl_xor_sync(ALL_LANES, x, d);
+  return x;
+}
+
+struct HeadState {
+  float peak = NOTHING, total = 0;
+  float4 sums[PARTS] = {};
+
+  // Make room for the states that the lanes know maximum and total of: (NOTHING, 0) for none. Returns the weight of
+  // the lane's.
+  KVRT_INLINE float take(float other_peak, float other_total) {
+    const float top = fmaxf(peak, warp_maximum(other_peak));
+    const float shrink = ptx::exp2(peak - top), weight = ptx::exp2(other_peak - top);
+    peak = top;
+    total = total * shrink + warp_sum(weight * other_total);
+#pragma unroll
+    for (int i = 0; i < PARTS; ++i) {
+      sums[i].x *= shrink;
+      sums[i].y *= shrink;
+      sums[i].z *= shrink;
+      sums[i].w *= shrink;
+    }
+    return weight;
+  }
+  KVRT_INLINE void add(int i, const float4& other, float weight) {
+    sums[i].x += weight * other.x;
+    sums[i].y += weight * other.y;
+    sums[i].z += weight * other.z;
+    sums[i].w += weight * other.w;
+  }
+};
+
+// Of head h, what the CTA's warps wrote, `stride` floats from one to the next.
+KVRT_INLINE void merge_warps(HeadState& merged, const float* states, int stride, int h) {
   const int lane = threadIdx.x % WARP;
-  for (int h = threadIdx.x / WARP; h < heads; h += WARPS) {
-    float peak = NOTHING, total = 0;
-    for (int i = lane; i < count; i += WARP) {
-      const float other = stats[(i * 8 + h) * 2];
-      weights[h * count + i] = other;
-      peak = other > peak ? other : peak;
-    }
+  float2 mine = {NOTHING, 0};
+  if (lane < WARPS) mine = *reinterpret_cast<const float2*>(states + lane * stride + 8 * PITCH + 2 * h);
+  const float weight = merged.take(mine.x, mine.y);
 #pragma unroll
-    for (int d = 1; d < WARP; d *= 2) {
-      const float other = __shfl_xor_sync(ALL_LANES, peak, d);
-      peak = other > peak ? other : peak;
-    }
-    for (int i = lane; i < count; i += WARP) {
-      const float weight = ptx::exp2(weights[h * count + i] - peak);
-      weights[h * count + i] = weight;
-      total += weight * stats[(i * 8 + h) * 2 + 1];
-    }
+  for (int w = 0; w < WARPS; ++w) {
+    const float factor = __shfl_sync(ALL_LANES, weight, w);
 #pragma unroll
-    for (int d = 1; d < WARP; d *= 2) total += __shfl_xor_sync(ALL_LANES, total, d);
-    if (lane == 0) {
-      merged_stats[2 * h] = peak;
-      merged_stats[2 * h + 1] = total;
+    for (int i = 0; i < PARTS; ++i)
+      if (lane + WARP * i < QUARTERS)
+        merged.add(i, reinterpret_cast<const float4*>(states + w * stride + h * PITCH)[lane + WARP * i], factor);
+  }
+}
+
+// CTAs hand over their states in memory that is zero before and after: a word that is no longer zero has arrived, so
+// neither a fence nor a flag is needed. Zeros are sent as -0.
+KVRT_INLINE float to_send(float x) { return x == 0 ? -0.0f : x; }
+KVRT_INLINE bool has_arrived(float x) { return __float_as_uint(x) != 0; }
+
+// sums (HEAD_DIM,) and stats (2,) of one head and CTA.
+KVRT_INLINE void send(const HeadState& state, float* sums, float* stats) {
+  const int lane = threadIdx.x % WARP;
+  if (lane == 0) ptx::store_relaxed2(stats, {to_send(state.peak), to_send(state.total)});
+#pragma unroll
+  for (int i = 0; i < PARTS; ++i)
+    if (lane + WARP * i < QUARTERS) {
+      const float4& x = state.sums[i];
+      ptx::store_relaxed4(sums + 4 * (lane + WARP * i), {to_send(x.x), to_send(x.y), to_send(x.z), to_send(x.w)});
+    }
+}
+
+// Merge what `count` CTAs found of one head: `own` of CTA number `self`, and what the others send: sums (count, 8,
+// HEAD_DIM) from this head on, and stats (count, 8, 2). In the order of their numbers, so that the last bit of the
+// result does not depend on who was the last.
+KVRT_INLINE void receive(HeadState& state, const HeadState& own, int self, float* sums, float* stats, int count) {
+  constexpr int AT_ONCE = 16 / PARTS;
+  const int lane = threadIdx.x % WARP;
+  for (int first = 0; first < count; first += AT_ONCE) {
+    const int left = count - first;
+    float4 parts[AT_ONCE][PARTS];
+    float2 mine = {NOTHING, 0};
+    bool complete;
+    do {
+      complete = true;
+      if (lane < AT_ONCE && lane < left) {
+        mine = first + lane == self ? float2{to_send(own.peak), to_send(own.total)}
+                                    : ptx::load_relaxed2(stats + (first + lane) * 16);
+        complete = has_arrived(mine.x) && has_arrived(mine.y);
+      }
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j)
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i)
+          if (j < left && first + j != self && lane + WARP * i < QUARTERS)
+            parts[j][i] = ptx::load_relaxed4(sums + i64(first + j) * 8 * HEAD_DIM + 4 * (lane + WARP * i));
+          else
+            parts[j][i] = {-0.0f, -0.0f, -0.0f, -0.0f};
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j)
+#pragma unroll
+        for (int i = 0; i < PARTS; ++i) {
+          const float4& x = parts[j][i];
+          complete = complete && has_arrived(x.x) && has_arrived(x.y) && has_arrived(x.z) && has_arrived(x.w);
+        }
+    } while (!complete);
+    __syncwarp();
+    const float weight = state.take(mine.x, mine.y);
+    if (lane < AT_ONCE && lane < left) *reinterpret_cast<float2*>(stats + (first + lane) * 16) = {0, 0};
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; ++j) {
+      const float factor = __shfl_sync(ALL_LANES, weight, j);
+#pragma unroll
+      for (int i = 0; i < PARTS; ++i) {
+        state.add(i, first + j == self ? own.sums[i] : parts[j][i], j < left ? factor : 0.0f);
+        if (j < left && lane + WARP * i < QUARTERS)
+          *reinterpret_cast<float4*>(sums + i64(first + j) * 8 * HEAD_DIM + 4 * (lane + WARP * i)) = {0, 0, 0, 0};
+      }
     }
   }
-  __syncthreads();
-  for (int at = threadIdx.x; at < heads * HEAD_DIM / 4; at += WARPS * WARP) {
-    const int h = at * 4 / HEAD_DIM;
-    const float4* source = reinterpret_cast<const float4*>(sums) + at;
-    float4 sum = {0, 0, 0, 0};
-#pragma unroll 8
-    for (int i = 0; i < count; ++i) {
-      const float weight = weights[h * count + i];
-      const float4 part = source[i64(i) * 8 * HEAD_DIM / 4];
-      sum.x += weight * part.x;
-      sum.y += weight * part.y;
-      sum.z += weight * part.z;
-      sum.w += weight * part.w;
+}
+
+// out (HEAD_DIM,) f32 = the values' mean, turned back by the Hadamard transform of blocks of V_HADAMARD channels.
+KVRT_INLINE void finish(HeadState& state, float* out) {
+  const int lane = threadIdx.x % WARP;
+  float x[PARTS][4];
+#pragma unroll
+  for (int i = 0; i < PARTS; ++i) {
+    const float norm = V_HADAMARD > 0 ? rsqrtf(float(V_HADAMARD)) : 1.0f;
+    const float factor = norm / state.total;
+    x[i][0] = state.sums[i].x * factor;
+    x[i][1] = state.sums[i].y * factor;
+    x[i][2] = state.sums[i].z * factor;
+    x[i][3] = state.sums[i].w * factor;
+    if (V_HADAMARD >= 2) {
+      butterfly(x[i][0], x[i][1]);
+      butterfly(x[i][2], x[i][3]);
     }
-    reinterpret_cast<float4*>(merged)[at] = sum;
+    if (V_HADAMARD >= 4) {
+      butterfly(x[i][0], x[i][2]);
+      butterfly(x[i][1], x[i][3]);
+    }
+#pragma unroll
+    for (int bit = 1; bit < WARP; bit *= 2)
+      if (V_HADAMARD >= 8 * bit)
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const float other = __shfl_xor_sync(ALL_LANES, x[i][n], bit);
+          x[i][n] = lane & bit ? other - x[i][n] : x[i][n] + other;
+        }
   }
-  __syncthreads();
+  if (V_HADAMARD > 128)
+#pragma unroll
+    for (int n = 0; n < 4; ++n) butterfly(x[0][n], x[PARTS - 1][n]);
+#pragma unroll
+  for (int i = 0; i < PARTS; ++i)
+    if (lane + WARP * i < QUARTERS)
+      *reinterpret_cast<float4*>(out + 4 * (lane + WARP * i)) = {x[i][0], x[i][1], x[i][2], x[i][3]};
 }

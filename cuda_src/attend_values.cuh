@@ -44,7 +44,8 @@ KVRT_INLINE void add_all_planes(float (&sum)[4], const u8* codes, int s, const u
 
 #if V_BY_ROWS
 // Scales go with tokens, so they go into the weights. Minima are rows of one more tile, one for each group.
-KVRT_INLINE void add_values_by_token(float (&sums)[TILES][4], float (&minima)[4], const u8* run, const Weights& weights) {
+KVRT_INLINE void add_values_by_token(float (&sums)[TILES][4], float (&minima)[4], const u8* run,
+                                     const Weights& weights) {
   const int row = threadIdx.x % WARP / 4, col = threadIdx.x % 4;
   const u8* codes = run + V_CODES_OFFSET;
   const uint2* scales = reinterpret_cast<const uint2*>(run + V_META_OFFSET);
@@ -60,7 +61,7 @@ KVRT_INLINE void add_values_by_token(float (&sums)[TILES][4], float (&minima)[4]
       low[j] = ptx::mul_half2(weights.low[j], scale.x);
       high[j] = ptx::mul_half2(weights.high[j], scale.y);
       if (V_CENTRED) {
-        u32 a = constant_half2(-float(V_MIDDLE)), b = a;
+        u32 a = exact_half2(-V_MIDDLE), b = a;
         if (V_MODE == 2) {
           a &= ~((low_sign >> 15) * 0xFFFFu);
           b &= ~((high_sign >> 15) * 0xFFFFu);
@@ -141,10 +142,45 @@ KVRT_INLINE void add_float_values(float (&sums)[TILES][4], const u8* run, const 
 }
 #endif
 
-// sums += weights * values of a page; `minima` gathers what belongs to all channels of a group of them.
-KVRT_INLINE void add_page_values(float (&sums)[TILES][4], float (&minima)[4], const u8* run, const Weights& weights,
-                                 const float* state, int head) {
-#if V_CODEC == 3
+#if V_CODEC == 4
+// Non-uniform integers: half and centre go with tokens, over all heads.
+KVRT_INLINE void add_level_values(float (&sums)[TILES][4], const u8* run, const Weights& weights,
+                                  const Tables& tables) {
+  const Levels<V_BITS> levels(tables.levels(true));
+  const uint2* planes = reinterpret_cast<const uint2*>(run + RUN_BYTES) + threadIdx.x % 4;
+  float middle[4] = {0, 0, 0, 0};
+  u32 low[4], high[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const uint2 centre = planes[4 * j], half = planes[16 + 4 * j];
+    ptx::mma_half(middle, centre.x, centre.x, centre.y, centre.y, weights.low[j], weights.high[j]);
+    low[j] = ptx::mul_half2(weights.low[j], half.x);
+    high[j] = ptx::mul_half2(weights.high[j], half.y);
+  }
+  Codes<V_BITS> codes;
+#pragma unroll
+  for (int s = 0; s < TILES; ++s) {
+    codes.load(run + V_CODES_OFFSET, s);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[s][i] += middle[i];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      u32 a[4];
+      levels.tile(a, codes, j, s);
+      ptx::mma_half(sums[s], a[0], a[1], a[2], a[3], low[j], high[j]);
+    }
+  }
+}
+#endif
+
+// sums += weights * values of a page; `minima` gathers what belongs to all channels of a group of them. Outliers in the
+// run are overwritten.
+KVRT_INLINE void add_page_values(float (&sums)[TILES][4], float (&minima)[4], u8* run, const Weights& weights,
+                                 const Tables& tables, const float* state, int head) {
+#if V_CODEC == 4
+  add_level_values(sums, run, weights, tables);
+  if (V_OUTLIERS > 0) add_value_outliers(sums, run, weights.low, weights.high, tables, head);
+#elif V_CODEC == 3
   add_float_values(sums, run, weights, __ldg(state + head));
 #elif V_CODEC != 0 && V_BY_ROWS
   add_values_by_token(sums, minima, run, weights);

@@ -2,11 +2,15 @@
 //
 // A field of a 16-bit half below bit 10 is a subnormal half: code * 2^-24, times a power of two for where it lies.
 // Tensor cores take those exactly, so codes need no conversion: AND alone. The powers go to B (columns 8 ... 15 of a
-// tile) and to the sums (rows 8 ... 15); all of it times 2^24.
+// tile) and to the sums (rows 8 ... 15); all of it times 2^24. Where codes must be numbers, `make_integers` does it.
 #pragma once
 #include "common.cuh"
 
 static constexpr float FROM_SUBNORMAL = 16777216.0f;
+
+KVRT_INLINE u32 word_of(const uint4& words, int j) {
+  return j == 0 ? words.x : j == 1 ? words.y : j == 2 ? words.z : words.w;
+}
 
 // One plane of BITS (1, 2, 4 or 8) bits of a side's codes; see kvrt/kvstore/fragment.py.
 template <int BITS>
@@ -74,12 +78,89 @@ struct Plane {
   // What B is multiplied by in tile s, columns 0 ... 7 and 8 ... 15.
   static KVRT_INLINE float low_columns(int s) { return BITS == 1 && s & 1 ? 1.0f / SECOND_TILE : 1.0f; }
   static KVRT_INLINE float high_columns(int s) { return low_columns(s) / HIGH_COLUMNS; }
+
+  // One code (of up to 4 bits): that of half `one` of a register of a lane, tile (s, j).
+  static KVRT_INLINE u32 code(const u8* codes, int s, int j, int lane, int reg, int one) {
+    const u8* place = codes + s / TILES_A_WORD * 512;
+    int size = 16, first = s / TILES_A_WORD * TILES_A_WORD;
+    if (s / TILES_A_WORD >= WHOLE) {
+      place = codes + WHOLE * 512;
+      first = WHOLE * TILES_A_WORD;
+      while (true) {
+        while (size > 4 * BITS * (TILES - first)) size /= 2;
+        if (s < first + size / (4 * BITS)) break;
+        place += WARP * size;
+        first += size / (4 * BITS);
+      }
+    }
+    const int bit = ((s - first) * 4 + reg) * BITS + size * one;
+    return place[(lane * 4 + j) * (size / 4) + bit / 8] >> bit % 8 & ((1 << BITS) - 1);
+  }
 };
 
-KVRT_INLINE u32 word_of(const uint4& words, int j) { return j == 0 ? words.x : j == 1 ? words.y : j == 2 ? words.z : words.w; }
+// Codes of 2, 3, 4 or 8 bits as one field each, of tile s and all four j. To join the two planes of three bits takes
+// more than a second multiplication, so this is for codes that must become numbers.
+template <int BITS>
+struct Codes {
+  using Low = Plane<BITS == 3 ? 2 : BITS>;
+  uint4 first, second;
+  // The third bits of tile s and its neighbour, each where the first bit of its code is in the other plane.
+  u32 tops[BITS == 3 ? 4 : 1];
 
-KVRT_INLINE u32 scale_half2(u32 x, float factor) {
-  return factor == 1.0f ? x : ptx::mul_half2(x, ptx::pack_half(factor, factor));
+  // Take up tile s; three bits: after that of s - 1, where s is odd.
+  KVRT_INLINE void load(const u8* codes, int s) {
+    first = Low::load(codes, s, 0);
+    second = BITS == 8 ? Low::load(codes, s, 1) : first;
+    if (BITS == 3 && s % 2 == 0) {
+      const uint4 top = Plane<1>::load(codes + Low::BYTES, s, 0);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) tops[j] = spread(s & 2 ? word_of(top, j) >> 8 : word_of(top, j));
+    }
+  }
+
+  // Bit b of either half's low byte goes to bit 2 b of the half.
+  static KVRT_INLINE u32 spread(u32 x) {
+    x &= 0x00FF00FFu;
+    x = (x | x << 4) & 0x0F0F0F0Fu;
+    x = (x | x << 2) & 0x33333333u;
+    return (x | x << 1) & 0x55555555u;
+  }
+
+  // The four registers of tile (s, j).
+  KVRT_INLINE void tile(u32 (&a)[4], int j, int s) const {
+    Low::tile(a, word_of(first, j), word_of(second, j), s);
+    if (BITS == 3) {
+      const u32 top = s & 1 ? tops[j] >> 6 : tops[j] << 2;
+#pragma unroll
+      for (int r = 0; r < 4; ++r) a[r] |= top & 0x00040004u << 2 * r;
+    }
+  }
+
+  // What register r of a tile weighs.
+  static KVRT_INLINE float weight(int r) {
+    return (r & 1 ? Low::HIGH_ROWS : 1.0f) * (r & 2 ? Low::HIGH_COLUMNS : 1.0f);
+  }
+};
+
+// A number that a half holds exactly (no subnormal, no zero), twice; known when compiling where x is.
+KVRT_INLINE u32 exact_half2(float x) {
+  const u32 bits = __float_as_uint(x), half = (bits >> 16 & 0x8000u) | ((bits >> 13 & 0x3FFFFu) - (112u << 10));
+  return half | half << 16;
+}
+
+static constexpr u32 ONES = 0x3C003C00u;  // two halves 1.0
+
+KVRT_INLINE u32 scale_half2(u32 x, float factor) { return factor == 1.0f ? x : ptx::mul_half2(x, exact_half2(factor)); }
+
+// Fields become halves: code - middle, exactly.
+template <int BITS>
+KVRT_INLINE void make_integers(u32 (&a)[4], int middle) {
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    const float weight = Codes<BITS>::weight(r);
+    // With the exponent of 1024 a field is 1024 + code * weight.
+    a[r] = ptx::fma_half2(a[r] | 0x64006400u, exact_half2(1.0f / weight), exact_half2(-1024.0f / weight - middle));
+  }
 }
 
 // A tile of sums of a plane's codes, times a weight.
@@ -90,10 +171,6 @@ KVRT_INLINE void add_weighted(float (&to)[4], const float (&sums)[4], float weig
   to[2] += sums[2] * (weight / Plane<BITS>::HIGH_ROWS);
   to[3] += sums[3] * (weight / Plane<BITS>::HIGH_ROWS);
 }
-
-static constexpr u32 ONES = 0x3C003C00u;  // two halves 1.0
-
-KVRT_INLINE u32 constant_half2(float x) { return ptx::pack_half(x, x); }
 
 // 8-bit floats as halves: e4m3 comes out 2^-8 of its value.
 template <bool E4M3>

@@ -207,8 +207,8 @@ KVRT_INLINE void copy_bulk(void* shared, const void* global, u32 bytes, u64* bar
 }
 KVRT_INLINE void barrier_wait(u64* barrier, u32 phase) {
   asm volatile(
-      "{\n.reg .pred done;\nagain%=:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again%=;\n}" ::"r"(
-          shared_address(barrier)),
+      "{\n.reg .pred done;\nagain%=:\n"
+      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again%=;\n}" ::"r"(shared_address(barrier)),
       "r"(phase)
       : "memory");
 }

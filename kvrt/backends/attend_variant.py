@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import UnsupportedError
 from . import view
 from .cpu_math import BF16, F32
+from .ops import PAGE_TOKENS
 
 DENSE, INTQ, BLOCK, FP8, NUQ = range(5)
 """Codecs by their numbers (`kvstore.codecs`)."""
@@ -15,11 +16,20 @@ DENSE, INTQ, BLOCK, FP8, NUQ = range(5)
 QUERY_HEADS = 8
 """Query heads of one CTA; larger groups take several."""
 
-WARPS, STAGES = 8, 2
-"""Of a CTA, and of a warp's ring; one CTA on a multiprocessor (measured best from 8k to 128k)."""
+SHAPES = ((12, 2), (8, 2), (4, 3), (4, 2), (3, 2), (2, 2), (1, 2))
+"""Warps of a CTA and stages of a warp's ring, from the best on, one CTA on a multiprocessor.
 
-_SHARED = 220 * 1024
-"""Bytes of shared memory that a CTA may take."""
+A multiprocessor has four schedulers: with 10 or 11 warps it is slower than with 8.
+"""
+
+_SHARED = 227 * 1024
+"""Bytes of shared memory that a CTA may have on the largest devices."""
+
+_OWN_SHARED = 1024
+"""Those of them, at most, that are not dynamic."""
+
+_LEVELS = 32
+"""Bytes of the levels of one side."""
 
 
 def attend_defines(settings: Sequence[int]) -> dict[str, Any]:
@@ -37,14 +47,13 @@ def attend_defines(settings: Sequence[int]) -> dict[str, Any]:
         raise UnsupportedError(
             f"on a GPU, head_dim must be a multiple of 16 up to 256, this cache has {dim}"
         )
-    if row[view.FORM] == view.PRE or row[view.KEY_BIAS]:
-        raise UnsupportedError("keys before RoPE, or with a bias, are not yet for the GPU")
     defines: dict[str, Any] = {
         "HEAD_DIM": dim,
         "FORM": row[view.FORM],
         "K_HADAMARD": row[view.KEY_HADAMARD],
         "V_HADAMARD": row[view.VALUE_HADAMARD],
         "K_NORM": int(row[view.KEY_NORM] != 0),
+        "K_BIAS": int(row[view.KEY_BIAS] != 0),
         "RUN_BYTES": row[view.RUN_BYTES],
     }
     codecs = [row[view.KEY_SIDE + view.CODEC], row[view.VALUE_SIDE + view.CODEC]]
@@ -56,8 +65,6 @@ def attend_defines(settings: Sequence[int]) -> dict[str, Any]:
     ):
         side = row[start : start + view.SIDE_SETTINGS]
         codec, own = side[view.CODEC], side[view.OWN : view.OWN + 6]
-        if codec == NUQ:
-            raise UnsupportedError("non-uniform integers are not yet for the GPU")
         defines |= {
             f"{letter}_CODEC": codec,
             f"{letter}_KIND": kind,
@@ -69,28 +76,78 @@ def attend_defines(settings: Sequence[int]) -> dict[str, Any]:
             defines |= {f"{letter}_{name}": own[i] for i, name in enumerate(names)}
         elif codec == FP8:
             defines[f"{letter}_E4M3"] = int(own[0] == 0)
+        elif codec == NUQ:
+            defines |= {f"{letter}_BITS": own[0], f"{letter}_SLOTS": own[1]}
     return defines
+
+
+def extra_bytes(defines: dict[str, Any], warps: int) -> int:
+    """Bytes of a CTA's tables in shared memory, as attend_tables.cuh counts them."""
+    dim = defines["HEAD_DIM"]
+    size = 0
+    if defines["FORM"] == view.PRE or defines["K_BIAS"]:
+        size += PAGE_TOKENS * dim * 2  # angles of the offsets in a block
+    if defines["K_BIAS"]:
+        size += PAGE_TOKENS * dim * 2 + (QUERY_HEADS + 1) * dim * 4
+    if defines["K_CODEC"] == NUQ:
+        size += _LEVELS + dim * 4
+        slots = -(-defines["K_SLOTS"] // 16) * 16
+        if slots:
+            size += warps * (QUERY_HEADS * dim * 2 + slots * 8)
+    if defines["V_CODEC"] == NUQ:
+        size += _LEVELS
+        if defines["V_SLOTS"]:
+            size += warps * QUERY_HEADS * (PAGE_TOKENS + 2) * 2  # weights
+    return size
 
 
 def stage_bytes(defines: dict[str, Any]) -> int:
     """Bytes of one stage of a warp's ring, as attend.cu counts them."""
     exact = 2 * 16 * (defines["HEAD_DIM"] * 2 + 16)
-    return exact if defines["K_CODEC"] == DENSE else max(exact, defines["RUN_BYTES"])
+    angles = 0
+    if defines["FORM"] != view.POST or defines["K_BIAS"]:
+        angles = defines["HEAD_DIM"] * 4
+    if defines["K_CODEC"] == DENSE:
+        return exact + angles
+    packed = defines["RUN_BYTES"]
+    if defines["V_CODEC"] == NUQ:  # what belongs to all heads
+        packed += PAGE_TOKENS * (4 + 2 * defines["V_SLOTS"] * 4)
+    return max(exact, packed) + angles
 
 
-def shared_bytes(defines: dict[str, Any], warps: int, stages: int, splits: int) -> int:
-    """Dynamic shared memory of a CTA: queries, then rings, or what is merged after them."""
+def shared_bytes(defines: dict[str, Any], warps: int, stages: int) -> int:
+    """Dynamic shared memory of a CTA: queries, tables, then rings."""
+    queries, rings = QUERY_HEADS * defines["HEAD_DIM"] * 4, warps * stages * stage_bytes(defines)
+    return queries + extra_bytes(defines, warps) + rings
+
+
+def with_shape(defines: dict[str, Any], warps: int, stages: int) -> dict[str, Any]:
+    """The options with the shape of a CTA."""
+    shape = {"WARPS": warps, "STAGES": stages, "CTAS_AN_SM": 1}
+    return {**defines, **shape, "EXTRA_BYTES": extra_bytes(defines, warps)}
+
+
+def _wants_many_warps(defines: dict[str, Any]) -> bool:
+    """Whether twelve warps are better than eight.
+
+    They are where bytes are few for the arithmetic, and for dense pages, where a warp's units are
+    small. Each warp has 168 registers then, which not all variants get along with.
+    """
     dim = defines["HEAD_DIM"]
-    result = warps * 16 + 16 + QUERY_HEADS * dim  # statistics, and one state
-    merged = max(warps * QUERY_HEADS * (dim + 1), QUERY_HEADS * splits)
-    rings = warps * stages * stage_bytes(defines)
-    return QUERY_HEADS * dim * 4 + max(rings, (result + merged) * 4)
+    if dim > 128 or defines["FORM"] == view.PRE or defines["K_BIAS"]:
+        return False
+    if defines["K_CODEC"] in (INTQ, BLOCK):
+        return bool(defines["K_BY_ROWS"]) and defines["RUN_BYTES"] <= 48 * dim  # three bits
+    return bool(defines["K_CODEC"] == DENSE)
 
 
-def compiled(settings: Sequence[int]) -> dict[str, Any]:
-    """All -D options that a layer's kernel is compiled with: `attend_defines` and its shape."""
+def compiled(settings: Sequence[int], shared: int = _SHARED) -> dict[str, Any]:
+    """All -D options that a layer's kernel is compiled with: `attend_defines` and its shape.
+
+    `shared` is how many bytes of shared memory a CTA may have on the device.
+    """
     defines = attend_defines(settings)
-    warps = WARPS
-    while warps > 1 and shared_bytes(defines, warps, STAGES, 1) > _SHARED:
-        warps -= 1
-    return {**defines, "WARPS": warps, "STAGES": STAGES, "CTAS_AN_SM": 1}
+    for warps, stages in SHAPES[0 if _wants_many_warps(defines) else 1 :]:
+        if shared_bytes(defines, warps, stages) <= shared - _OWN_SHARED:
+            break
+    return with_shape(defines, warps, stages)

@@ -38,7 +38,7 @@ BIASED = [
     "k=int4:channel:g32:pre,v=int4:token:g32,sink=5",
 ]  # fmt: skip
 
-# Queries, keys and weights of the attention kernel are halves; keys before RoPE are rotated as such.
+# Queries, keys and weights of the attention kernel are halves, and so are rotated keys.
 TOLERANCE = 1.5e-3
 ROTATED_TOLERANCE = 2e-3
 

@@ -1,5 +1,7 @@
 """The decode attention kernel, emulated, over stores for its tests."""
 
+from typing import Any
+
 import numpy as np
 
 from kvrt.backends.attend_variant import QUERY_HEADS, attend_defines, shared_bytes, with_shape
@@ -24,22 +26,26 @@ def make_store(
     tokens: int,
     bias: float = 0.0,
     outliers: float = 0.0,
+    amplitude: float = 1.0,
 ) -> KVStore:
-    """A store of one layer; keys have a bias of that spread, if any.
+    """A store of one layer; keys have a bias of that spread, if any, and RoPE that amplitude.
 
     `outliers`: how many of its numbers are twenty times as large.
     """
     rng = np.random.default_rng(tokens + dim)
     geometry = Geometry(1, kv_heads, dim, key_bias=bool(bias))
     left_out = rng.normal(0, bias, (kv_heads, dim)).astype(np.float32)
-    extras = {"key_bias": [ops.to_device(left_out)]} if bias else {}
+    rotary = rotary_for(geometry, amplitude=amplitude)
+    extras: dict[str, Any] = {"rotary": rotary}
+    if bias:
+        extras["key_bias"] = [ops.to_device(left_out)]
     store = new_store(ops, spec, geometry, max(tokens, 1), **extras)
     with store.extending(tokens):
         rows = [make_rows(rng, tokens, kv_heads, dim) for _ in range(2)]
         for part in rows if outliers else ():
             part[rng.random(part.shape) < outliers] *= 20
         turned = np.repeat(left_out[None], tokens, axis=0)  # (tokens, kv_heads, dim)
-        rows[0] += rotary_for(geometry).rotate(turned, np.arange(tokens))
+        rows[0] += rotary.rotate(turned, np.arange(tokens))
         k, v = (ops.to_device(part) for part in rows)
         store.extend(0, k, v)
     return store

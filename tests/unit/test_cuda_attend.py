@@ -3,76 +3,11 @@
 import numpy as np
 import pytest
 
-from kvrt.backends.attend_variant import QUERY_HEADS, attend_defines, shared_bytes
 from kvrt.backends.cpu import CpuOps
-from kvrt.kvstore import Geometry, KVSpec, KVStore
-from kvrt.kvstore.rotary import Rotary
-from tests.emulator import COMPILER, EmulatedModule
+from tests.emulator import COMPILER
+from tests.helpers.emulated_attend import TOLERANCE, attend_both, error, make_store
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="the emulator needs g++")
-
-WARPS, STAGES = 4, 2
-
-# Queries, keys and weights of the kernel are halves (11 bits); sums are f32.
-TOLERANCE = 1.5e-3
-
-
-def make_store(ops: CpuOps, spec: str, kv_heads: int, dim: int, tokens: int) -> KVStore:
-    rng = np.random.default_rng(tokens + dim)
-    rotary = Rotary(10000.0 ** (-np.arange(dim // 2) / (dim // 2)))
-    store = KVStore(
-        Geometry(1, kv_heads, dim), KVSpec.parse(spec), ops, max(tokens, 1), rotary=rotary
-    )
-    with store.extending(tokens):
-        k, v = (ops.to_device(make_rows(rng, tokens, kv_heads, dim)) for _ in range(2))
-        store.extend(0, k, v)
-    return store
-
-
-def make_rows(rng: np.random.Generator, tokens: int, heads: int, dim: int) -> np.ndarray:
-    rows = rng.normal(0, 1, (tokens, heads, dim))  # (tokens, heads, dim)
-    rows *= rng.uniform(0.2, 4, (1, heads, dim))  # channels differ
-    return rows.astype(np.float32)
-
-
-def attend_both(
-    ops: CpuOps, store: KVStore, group: int, window: int | None = None, splits: int = 3
-) -> tuple[np.ndarray, np.ndarray]:
-    """What the emulated kernel and the CPU's give: (heads, dim) f32 each."""
-    view = store.view(0)
-    heads, dim = group * view.num_kv_heads, view.head_dim
-    rng = np.random.default_rng(heads)
-    q = ops.to_device(rng.normal(0, 1, (heads, dim)).astype(np.float32))
-    scale = dim**-0.5
-    expected = ops.empty((heads, dim))
-    ops.attend(q, view, scale, window, expected)
-
-    defines = attend_defines(view.settings)
-    module = EmulatedModule("attend.cu", {**defines, "WARPS": WARPS, "STAGES": STAGES})
-    extent = view.extent
-    lengths = np.array(
-        [
-            extent.sinks, extent.pages, extent.tail_tokens, extent.tail_slot,
-            extent.table_address, extent.bases_address,
-        ]
-    )  # fmt: skip
-    rows = view.num_kv_heads * -(-group // QUERY_HEADS)
-    partials = np.full((rows, splits, QUERY_HEADS, dim + 2), np.nan, np.float32)
-    arrivals = np.zeros(rows, np.int32)
-    out = np.full((heads, dim), np.nan, np.float32)
-    module.launch(
-        "attend", (splits, rows), (WARPS * 32,), q, view.settings, lengths,
-        scale * np.log2(np.e), group, window or 0, partials, arrivals, out,
-        shared=shared_bytes(defines, WARPS, STAGES, splits),
-    )  # fmt: skip
-    assert not arrivals.any()
-    return out, expected
-
-
-def error(got: np.ndarray, expected: np.ndarray) -> float:
-    wide = expected.astype(np.float64)
-    return float(np.linalg.norm(got - wide) / np.linalg.norm(wide))
-
 
 FORMATS = [
     "f16", "bf16", "f8", "f8e5m2", "q8_0", "q4_0", "kivi2", "kivi4", "kvrt4", "kvrt3", "kvrt2",
@@ -97,7 +32,7 @@ SIZES = [
     ("kvrt2", 128), ("kvrt2", 256), ("kvrt4", 192), ("f8", 256),
     ("k=int3:channel:g64:had,v=e4m3:had", 80),
     ("k=int2:channel:g64:had:page,v=int3:channel:g64", 112),
-    ("k=int3:channel:g32:page,v=int3:token:g32", 96),
+    ("k=int3:channel:g32:page,v=int3:token:g32", 96), ("k=int4:token:g32,v=int4:token:g32", 96),
 ]  # fmt: skip
 
 

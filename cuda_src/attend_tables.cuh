@@ -1,0 +1,200 @@
+// What a CTA of decode attention has in shared memory besides queries and pages: angles, a bias, tables of a codec.
+//
+// EXTRA_BYTES (-D) is their size; `extra_bytes` of kvrt/backends/attend_variant.py counts as this does.
+#pragma once
+#include "attend_query.cuh"
+#include "fields.cuh"
+
+static constexpr bool HAS_TURNS = FORM == VIEW_PRE || K_BIAS;
+static constexpr int TURNS_BYTES = HAS_TURNS ? 4 * TILES * WARP * 16 : 0;
+static constexpr int REST_BYTES = K_BIAS ? TURNS_BYTES : 0;
+static constexpr int LEFT_OUT_BYTES = K_BIAS ? HEAD_DIM * 4 : 0;
+static constexpr int BIAS_BYTES = K_BIAS ? 8 * HEAD_DIM * 4 : 0;
+static constexpr int LEVELS_BYTES = 32;
+
+#if K_CODEC == 4
+static constexpr int K_COLUMNS_BYTES = TILES * 4 * 16;
+static constexpr int K_OUTLIERS = (K_SLOTS + 15) / 16 * 16;  // whole k-steps
+#else
+static constexpr int K_COLUMNS_BYTES = 0, K_OUTLIERS = 0;
+#endif
+#if V_CODEC == 4
+static constexpr int V_OUTLIERS = 2 * 64 * V_SLOTS;  // of all heads
+#else
+static constexpr int V_OUTLIERS = 0;
+#endif
+static constexpr int V_SHARED_BYTES = V_CODEC == 4 ? 64 * 4 + V_OUTLIERS * 4 : 0;  // behind a page's run, in a stage
+static constexpr int WEIGHTS_PITCH = 66;                                           // halves, odd in words
+
+// Offsets.
+static constexpr int REST_AT = TURNS_BYTES, LEFT_OUT_AT = REST_AT + REST_BYTES, BIAS_AT = LEFT_OUT_AT + LEFT_OUT_BYTES;
+static constexpr int K_LEVELS_AT = BIAS_AT + BIAS_BYTES;
+static constexpr int K_COLUMNS_AT = K_LEVELS_AT + (K_CODEC == 4 ? LEVELS_BYTES : 0);
+static constexpr int V_LEVELS_AT = K_COLUMNS_AT + K_COLUMNS_BYTES;
+static constexpr int WARPS_AT = V_LEVELS_AT + (V_CODEC == 4 ? LEVELS_BYTES : 0);
+static constexpr int QUERY_BYTES = K_OUTLIERS > 0 ? 8 * HEAD_DIM * 2 : 0, ENTRIES_BYTES = K_OUTLIERS * 8;
+static constexpr int WEIGHTS_BYTES = V_OUTLIERS > 0 ? 8 * WEIGHTS_PITCH * 2 : 0;
+static constexpr int WARP_BYTES = QUERY_BYTES + ENTRIES_BYTES + WEIGHTS_BYTES;
+static_assert(WARPS_AT + WARPS * WARP_BYTES == EXTRA_BYTES, "attend_variant.py counts otherwise");
+
+struct Tables {
+  u8* place;
+
+  // cos and sin of the offsets in a block, as A fragments: the halves of [j][s][lane] are cos of rows lane / 4 and + 8
+  // for the channels that the lane holds of tile s, then sin.
+  KVRT_INLINE uint4 turn(int j, int s) const { return reinterpret_cast<const uint4*>(place)[at(j, s)]; }
+  // What these halves leave over.
+  KVRT_INLINE uint4 turn_rest(int j, int s) const { return reinterpret_cast<const uint4*>(place + REST_AT)[at(j, s)]; }
+  // (HEAD_DIM,) f32: the bias that is left out of the head's keys.
+  KVRT_INLINE float* left_out() const { return reinterpret_cast<float*>(place + LEFT_OUT_AT); }
+  // (8, 2, HALF) f32: what the bias adds to a score, by query head and RoPE pair, at an angle of 0 and of 90 degrees.
+  KVRT_INLINE float* bias() const { return reinterpret_cast<float*>(place + BIAS_AT); }
+  // Half and centre of each channel of keys: uint4 [s][lane % 4] of half (low, high channels), centre (low, high).
+  KVRT_INLINE u32* columns() const { return reinterpret_cast<u32*>(place + K_COLUMNS_AT); }
+  // Levels: 16 low bytes, 16 high bytes.
+  KVRT_INLINE u8* levels(bool is_value) const { return place + (is_value ? V_LEVELS_AT : K_LEVELS_AT); }
+  // The warp's query, (8, HALF) pairs of halves; outliers of keys, (K_OUTLIERS,); weights, halves (8, WEIGHTS_PITCH).
+  KVRT_INLINE u32* query() const { return reinterpret_cast<u32*>(mine()); }
+  KVRT_INLINE uint2* entries() const { return reinterpret_cast<uint2*>(mine() + QUERY_BYTES); }
+  KVRT_INLINE u16* weights() const { return reinterpret_cast<u16*>(mine() + QUERY_BYTES + ENTRIES_BYTES); }
+
+ private:
+  KVRT_INLINE int at(int j, int s) const { return (j * TILES + s) * WARP + int(threadIdx.x % WARP); }
+  KVRT_INLINE u8* mine() const { return place + WARPS_AT + threadIdx.x / WARP * WARP_BYTES; }
+};
+
+KVRT_INLINE void fill_turns(const Tables& tables, const float* turns) {
+  for (int i = threadIdx.x; i < 4 * TILES * WARP; i += WARPS * WARP) {
+    const int lane = i % WARP, tile = i / WARP;
+    const int token = 16 * (tile / TILES) + lane / 4, c = 8 * (tile % TILES) + 2 * (lane % 4);
+    u32 parts[4], rests[4];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const int from = (token + 8 * (r & 1)) * HEAD_DIM + (r >> 1) * HALF + c;
+      const float2 x = *reinterpret_cast<const float2*>(turns + from);
+      parts[r] = ptx::pack_half(x.x, x.y);
+      const float2 kept = ptx::unpack_half(parts[r]);
+      rests[r] = ptx::pack_half(x.x - kept.x, x.y - kept.y);
+    }
+    reinterpret_cast<uint4*>(tables.place)[i] = {parts[0], parts[1], parts[2], parts[3]};
+    if (K_BIAS) reinterpret_cast<uint4*>(tables.place + REST_AT)[i] = {rests[0], rests[1], rests[2], rests[3]};
+  }
+}
+
+// read_levels (2^bits,) f32.
+KVRT_INLINE void fill_levels(u8* to, const float* read_levels, int bits) {
+  for (int i = threadIdx.x; i < 16; i += WARPS * WARP) {
+    const u16 level = i < 1 << bits ? ptx::float_to_half(read_levels[i]) : 0;
+    to[i] = level & 255;
+    to[16 + i] = level >> 8;
+  }
+}
+
+// centre, half (HEAD_DIM,) f32 of a KV head's channels.
+KVRT_INLINE void fill_columns(const Tables& tables, const float* centre, const float* half) {
+  for (int i = threadIdx.x; i < TILES * 4; i += WARPS * WARP) {
+    const int c = 8 * (i / 4) + 2 * (i % 4);
+    u32* to = tables.columns() + 4 * i;
+    to[0] = ptx::pack_half(half[c], half[c + 1]);
+    to[1] = ptx::pack_half(half[HALF + c], half[HALF + c + 1]);
+    to[2] = ptx::pack_half(centre[c], centre[c + 1]);
+    to[3] = ptx::pack_half(centre[HALF + c], centre[HALF + c + 1]);
+  }
+}
+
+// All that does not depend on the query, by all threads of a CTA.
+KVRT_INLINE void fill_tables(const Tables& tables, const i64* layer, int head) {
+  if (HAS_TURNS) fill_turns(tables, reinterpret_cast<const float*>(layer[VIEW_TURNS]));
+  if (K_BIAS) {
+    const float* bias = reinterpret_cast<const float*>(layer[VIEW_KEY_BIAS]) + head * HEAD_DIM;
+    for (int i = threadIdx.x; i < HEAD_DIM; i += WARPS * WARP) tables.left_out()[i] = bias[i];
+  }
+#if K_CODEC == 4
+  const float* keys = reinterpret_cast<const float*>(layer[VIEW_KEY_SIDE + VIEW_TABLE]);
+  const float* centre = keys + 2 * (1 << K_BITS) + head * HEAD_DIM;
+  fill_levels(tables.levels(false), keys, K_BITS);
+  fill_columns(tables, centre, centre + layer[VIEW_HEADS] * HEAD_DIM);
+#endif
+#if V_CODEC == 4
+  fill_levels(tables.levels(true), reinterpret_cast<const float*>(layer[VIEW_VALUE_SIDE + VIEW_TABLE]), V_BITS);
+#endif
+}
+
+// And what does, from queries (8, HEAD_DIM) f32 in shared memory; threads wait for each other before and after.
+KVRT_INLINE void fill_bias(const Tables& tables, const float* queries) {
+  if (!K_BIAS) return;
+  const float* left_out = tables.left_out();
+  __syncthreads();
+  for (int i = threadIdx.x; i < 8 * HALF; i += WARPS * WARP) {
+    const int c = i % HALF, at = i / HALF * HEAD_DIM + c;
+    const float low = queries[at], high = queries[at + HALF];
+    tables.bias()[at] = low * left_out[c] + high * left_out[HALF + c];
+    tables.bias()[at + HALF] = high * left_out[c] - low * left_out[HALF + c];
+  }
+}
+
+// Rotate the keys of a tile by their offsets: the partners of a pair are in registers 0 and 2, 1 and 3.
+KVRT_INLINE void turn_tile(u32 (&a)[4], const uint4& turn) {
+  const u32 low = ptx::fma_half2(a[0], turn.x, ptx::neg_half2(ptx::mul_half2(a[2], turn.z)));
+  const u32 next = ptx::fma_half2(a[1], turn.y, ptx::neg_half2(ptx::mul_half2(a[3], turn.w)));
+  a[2] = ptx::fma_half2(a[0], turn.z, ptx::mul_half2(a[2], turn.x));
+  a[3] = ptx::fma_half2(a[1], turn.w, ptx::mul_half2(a[3], turn.y));
+  a[0] = low;
+  a[1] = next;
+}
+
+// The same of bf16 keys, whose rotation needs more bits: what bf16 leaves over goes to `rest`.
+KVRT_INLINE void turn_bfloats(u32 (&a)[4], u32 (&rest)[4], const uint4& turn) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float2 low = ptx::unpack_bfloat(a[r]), high = ptx::unpack_bfloat(a[2 + r]);
+    const float2 c = ptx::unpack_half(r ? turn.y : turn.x), s = ptx::unpack_half(r ? turn.w : turn.z);
+    const float2 x = {low.x * c.x - high.x * s.x, low.y * c.y - high.y * s.y};
+    const float2 y = {high.x * c.x + low.x * s.x, high.y * c.y + low.y * s.y};
+    a[r] = ptx::pack_bfloat(x.x, x.y);
+    a[2 + r] = ptx::pack_bfloat(y.x, y.y);
+    const float2 p = ptx::unpack_bfloat(a[r]), q = ptx::unpack_bfloat(a[2 + r]);
+    rest[r] = ptx::pack_bfloat(x.x - p.x, x.y - p.y);
+    rest[2 + r] = ptx::pack_bfloat(y.x - q.x, y.y - q.y);
+  }
+}
+
+// Add to COUNT tiles of scores, from tile `first` of the block on, what the bias that is left out of keys adds to them.
+// `base` (2, HALF) f32 are the angles of the block.
+template <int COUNT>
+KVRT_INLINE void add_bias(float (&scores)[COUNT][4], const Tables& tables, const float* base, int first,
+                          const float (&unscale)[2]) {
+  const int head = threadIdx.x % WARP / 4, col = threadIdx.x % 4;
+  float sums[COUNT][4];
+#pragma unroll
+  for (int j = 0; j < COUNT; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[j][i] = 0;
+#pragma unroll 2  // more would take registers
+  for (int s = 0; s < TILES; ++s) {
+    const int c = 8 * s + 2 * col;
+    const float* mine = tables.bias() + head * HEAD_DIM + c;
+    const float2 p = load_pair(mine), q = load_pair(mine + HALF);
+    const float2 cosine = load_pair(base + c), sine = load_pair(base + HALF + c);
+    const float2 x = {cosine.x * p.x + sine.x * q.x, cosine.y * p.y + sine.y * q.y};
+    const float2 y = {cosine.x * q.x - sine.x * p.x, cosine.y * q.y - sine.y * p.y};
+    // A bias may make scores of hundreds, so everything is in two halves.
+    const u32 low = ptx::pack_half(x.x, x.y), high = ptx::pack_half(y.x, y.y);
+    const float2 a = ptx::unpack_half(low), b = ptx::unpack_half(high);
+    const u32 low_rest = ptx::pack_half(x.x - a.x, x.y - a.y), high_rest = ptx::pack_half(y.x - b.x, y.y - b.y);
+#pragma unroll
+    for (int j = 0; j < COUNT; ++j) {
+      const uint4 turn = tables.turn(first + j, s), rest = tables.turn_rest(first + j, s);
+      ptx::mma_half(sums[j], turn.x, turn.y, turn.z, turn.w, low, high);
+      ptx::mma_half(sums[j], turn.x, turn.y, turn.z, turn.w, low_rest, high_rest);
+      ptx::mma_half(sums[j], rest.x, rest.y, rest.z, rest.w, low, high);
+    }
+  }
+  // Scores are times the power of two that is in the query.
+  const float up[2] = {__uint_as_float(0x7F000000u - __float_as_uint(unscale[0])),
+                       __uint_as_float(0x7F000000u - __float_as_uint(unscale[1]))};
+#pragma unroll
+  for (int j = 0; j < COUNT; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[j][i] += sums[j][i] * up[i & 1];
+}

@@ -1,0 +1,194 @@
+// What decode attention reads: the units of a head, where their bytes are, and the ring that a warp fetches them into.
+//
+// A unit is one packed page of 64 tokens, or 16 exact tokens of a dense page, the tail or the sinks.
+#pragma once
+#include "attend_tables.cuh"
+
+using u64 = unsigned long long;
+
+static constexpr int EXACT_TOKENS = 16;
+static constexpr int PAGE_TOKENS = 64;
+static constexpr int ROW_BYTES = HEAD_DIM * 2 + 16;  // 16 bytes of padding keep ldmatrix free of bank conflicts
+static constexpr int EXACT_BYTES = 2 * EXACT_TOKENS * ROW_BYTES;
+static constexpr bool DENSE = K_CODEC == 0;
+static constexpr int PACKED_BYTES = DENSE ? 0 : RUN_BYTES + V_SHARED_BYTES;
+static constexpr int UNIT_BYTES = PACKED_BYTES > EXACT_BYTES ? PACKED_BYTES : EXACT_BYTES;
+static constexpr bool BY_BLOCK = FORM != VIEW_POST;  // the query is another for each block of 64 tokens
+static constexpr int ANGLE_BYTES = BY_BLOCK || K_BIAS ? HEAD_DIM * 4 : 0;  // those of the block, behind a unit's bytes
+static constexpr int STAGE_BYTES = UNIT_BYTES + ANGLE_BYTES;
+
+// The units of one head, in order: pages, tail, sinks. `first` is the first position that may be seen.
+struct Work {
+  const i64* table;  // addresses of pages
+  const u8* angles;  // of where blocks of 64 tokens begin, ANGLE_BYTES each
+  int sinks, pages, tail_tokens, tail_slot, sink_rows, tail_rows, first;
+  int page_units, tail_units, units;
+  i64 run, common;  // where the head's bytes, and those of all heads, are in a page
+
+  // lengths: `Extent.numbers` of kvrt/backends/view.py
+  KVRT_INLINE Work(const i64* layer, const i64* lengths, int head, int window) {
+    sinks = int(lengths[0]);
+    pages = int(lengths[1]);
+    tail_tokens = int(lengths[2]);
+    tail_slot = int(lengths[3]);
+    table = reinterpret_cast<const i64*>(lengths[4]);
+    angles = reinterpret_cast<const u8*>(lengths[5]);
+    sink_rows = int(layer[VIEW_SINK_ROWS]);
+    tail_rows = int(layer[VIEW_TAIL_ROWS]);
+    run = layer[VIEW_LAYER_OFFSET] + i64(head) * RUN_BYTES;
+    common = V_SHARED_BYTES > 0
+                 ? layer[VIEW_LAYER_OFFSET] + layer[VIEW_SHARED_OFFSET] + layer[VIEW_VALUE_SIDE + VIEW_SHARED]
+                 : 0;
+    const int tokens = sinks + pages * PAGE_TOKENS + tail_tokens;
+    first = window > 0 && tokens > window ? tokens - window : 0;
+    page_units = pages * (DENSE ? PAGE_TOKENS / EXACT_TOKENS : 1);
+    tail_units = (tail_tokens + EXACT_TOKENS - 1) / EXACT_TOKENS;
+    units = page_units + tail_units + (sinks + EXACT_TOKENS - 1) / EXACT_TOKENS;
+  }
+  // The address of a unit's page, 0 where it is in none.
+  KVRT_INLINE i64 page(int index) const {
+    return index < page_units ? __ldg(table + (DENSE ? index / (PAGE_TOKENS / EXACT_TOKENS) : index)) : 0;
+  }
+};
+
+// One unit: where its tokens are, and which of them count.
+struct Unit {
+  bool paged, packed, sink;
+  int block;       // of 64 tokens, as the table of angles counts them
+  int row;         // of the first token in its array, or in the page
+  int low, count;  // rows low ... count - 1 are seen
+
+  KVRT_INLINE Unit(const Work& work, int index) {
+    const int sink_blocks = (work.sinks + PAGE_TOKENS - 1) / PAGE_TOKENS;
+    int position, most = EXACT_TOKENS;
+    paged = index < work.page_units;
+    packed = paged && !DENSE;
+    sink = index >= work.page_units + work.tail_units;
+    if (paged) {
+      const int page = DENSE ? index * EXACT_TOKENS / PAGE_TOKENS : index;
+      row = DENSE ? index * EXACT_TOKENS % PAGE_TOKENS : 0;
+      position = work.sink_rows + page * PAGE_TOKENS + row;
+      if (packed) most = PAGE_TOKENS;
+      count = most;
+      block = sink_blocks + page;
+    } else if (sink) {
+      row = position = (index - work.page_units - work.tail_units) * EXACT_TOKENS;
+      count = work.sinks - position;
+      block = row / PAGE_TOKENS;
+    } else {
+      const int done = (index - work.page_units) * EXACT_TOKENS;
+      // The ring is whole pages long and the tail starts on a page's boundary: a unit never wraps.
+      row = (work.tail_slot + done) % work.tail_rows;
+      position = work.sink_rows + work.pages * PAGE_TOKENS + done;
+      count = work.tail_tokens - done;
+      block = sink_blocks + work.pages + done / PAGE_TOKENS;
+    }
+    count = count < most ? count : most;
+    const int unseen = work.first - position;
+    low = unseen < 0 ? 0 : unseen > count ? count : unseen;
+  }
+  KVRT_INLINE bool seen() const { return low < count; }
+};
+
+// From sm_90 on, packed pages come by the copy engine: one lane asks, and the bytes count down a barrier of the stage.
+#if __CUDA_ARCH__ >= 900
+#define KVRT_BULK_COPIES 1
+#else
+#define KVRT_BULK_COPIES 0
+#endif
+
+// A warp's ring of units. Its lanes call everything together.
+struct Ring {
+  u8* place;
+  u64* barriers;   // of the stages
+  u32 phases = 0;  // bit i: whether an odd number of pages has come into stage i
+
+  KVRT_INLINE Ring(u8* place, u64* barriers) : place(place), barriers(barriers) {
+#if KVRT_BULK_COPIES
+    if (!DENSE && threadIdx.x % WARP == 0) {
+#pragma unroll
+      for (int i = 0; i < STAGES; ++i) ptx::barrier_init(barriers + i);
+      ptx::barriers_are_made();
+    }
+    __syncwarp();
+#endif
+  }
+  KVRT_INLINE u8* stage(int i) const { return place + i * STAGE_BYTES; }
+
+  // Ask for the bytes of a unit; `address` is that of its page. The caller commits after each call.
+  KVRT_INLINE void fetch(int i, const Work& work, const Unit& unit, i64 address, const i64* layer, int head) {
+    if (unit.seen()) {
+      if (unit.packed)
+        fetch_packed(i, work, reinterpret_cast<const u8*>(address), work.angles + i64(unit.block) * ANGLE_BYTES);
+      else
+        fetch_exact(stage(i), work, unit, reinterpret_cast<const u8*>(address), layer, head);
+    }
+  }
+
+  // Until all bytes of a stage are there, which was asked for STAGES - 1 calls ago.
+  KVRT_INLINE void wait(int i, const Unit& unit) {
+#if KVRT_BULK_COPIES
+    if (unit.packed && unit.seen()) {
+      ptx::barrier_wait(barriers + i, phases >> i & 1);
+      phases ^= 1u << i;
+    }
+#endif
+    ptx::wait_copies<STAGES - 1>();
+    __syncwarp();
+  }
+
+  // Its bytes are used: others may come.
+  KVRT_INLINE void release() {
+#if KVRT_BULK_COPIES
+    if (V_SHARED_BYTES > 0) ptx::order_copies();  // add_value_outliers writes there
+#endif
+    __syncwarp();
+  }
+
+ private:
+  KVRT_INLINE void copy(u8* to, const u8* from, int bytes) const {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll 4
+    for (int n = lane; n < bytes / 16; n += WARP) ptx::copy_async16(to + n * 16, from + n * 16);
+  }
+
+  KVRT_INLINE void fetch_packed(int i, const Work& work, const u8* page, const u8* angles) const {
+    u8* to = stage(i);
+#if KVRT_BULK_COPIES
+    if (threadIdx.x % WARP == 0) {
+      ptx::barrier_expect(barriers + i, PACKED_BYTES + ANGLE_BYTES);
+      ptx::copy_bulk(to, page + work.run, RUN_BYTES, barriers + i);
+      if (V_SHARED_BYTES > 0) ptx::copy_bulk(to + RUN_BYTES, page + work.common, V_SHARED_BYTES, barriers + i);
+      if (ANGLE_BYTES > 0) ptx::copy_bulk(to + UNIT_BYTES, angles, ANGLE_BYTES, barriers + i);
+    }
+#else
+    copy(to, page + work.run, RUN_BYTES);
+    copy(to + RUN_BYTES, page + work.common, V_SHARED_BYTES);
+    copy(to + UNIT_BYTES, angles, ANGLE_BYTES);
+#endif
+  }
+
+  KVRT_INLINE void fetch_exact(u8* to, const Work& work, const Unit& unit, const u8* page, const i64* layer,
+                               int head) const {
+    if (!unit.paged) ptx::wait_for_previous();  // the newest token is from the kernel before
+    copy(to + UNIT_BYTES, work.angles + i64(unit.block) * ANGLE_BYTES, ANGLE_BYTES);
+    const i64 rows = unit.sink ? work.sink_rows : work.tail_rows;
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const u8* source;
+      if (unit.paged)
+        source = page + work.run + (side ? V_CODES_OFFSET : K_CODES_OFFSET) + unit.row * HEAD_DIM * 2;
+      else
+        source = reinterpret_cast<const u8*>(layer[(unit.sink ? VIEW_SINK_KEYS : VIEW_TAIL_KEYS) + side]) +
+                 (head * rows + unit.row) * HEAD_DIM * 2;
+      constexpr int CHUNKS = HEAD_DIM / 8;
+      for (int n = threadIdx.x % WARP; n < EXACT_TOKENS * CHUNKS; n += WARP) {
+        const int token = n / CHUNKS, chunk = n % CHUNKS;
+        // What is behind the last token is never read: memory nobody wrote may hold a NaN.
+        const bool wanted = token < unit.count;
+        ptx::copy_async16(to + (side * EXACT_TOKENS + token) * ROW_BYTES + chunk * 16,
+                          source + (wanted ? i64(token) * HEAD_DIM * 2 + chunk * 16 : 0), wanted ? 16 : 0);
+      }
+    }
+  }
+};

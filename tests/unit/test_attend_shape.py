@@ -1,0 +1,29 @@
+"""The shape of a CTA of decode attention: what it needs must be there."""
+
+import pytest
+
+from kvrt.backends.attend_variant import compiled, shared_bytes
+from kvrt.backends.cpu import CpuOps
+from kvrt.kvstore import Geometry
+from tests.helpers.stores import new_store
+
+SPECS = ["f16", "bf16", "f8", "q8_0", "kivi2", "kivi4", "kvrt2", "kvrt4", "kvquant3:1%"]
+
+
+@pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("spec", SPECS)
+def test_fits_into_shared_memory(ops: CpuOps, spec: str, dim: int, shared: int) -> None:
+    settings = new_store(ops, spec, Geometry(1, 8, dim)).view(0).settings.tolist()
+    defines = compiled(settings, shared)
+    needed = shared_bytes(defines, defines["WARPS"], defines["STAGES"])
+    # Barriers and a ticket are not in it.
+    assert needed + 8 * defines["WARPS"] * defines["STAGES"] + 64 <= shared
+
+
+def test_many_warps_where_bytes_are_few(ops: CpuOps) -> None:
+    warps = {}
+    for spec in ("kivi2", "kvrt2", "kvrt4", "f16"):
+        settings = new_store(ops, spec, Geometry(1, 8, 128)).view(0).settings.tolist()
+        warps[spec] = compiled(settings)["WARPS"]
+    assert warps == {"kivi2": 12, "kvrt2": 12, "kvrt4": 8, "f16": 12}

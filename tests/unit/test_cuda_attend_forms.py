@@ -1,0 +1,86 @@
+"""Keys before RoPE, a bias left out of them, non-uniform integers: attention, emulated."""
+
+import pytest
+
+from kvrt.backends.cpu import CpuOps
+from tests.emulator import COMPILER
+from tests.helpers.emulated_attend import TOLERANCE, attend_both, error, make_store
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="the emulator needs g++")
+
+BEFORE_ROPE = [
+    "k=f16:pre,v=f16,sink=70", "k=bf16:pre,v=bf16,sink=70", "k=e4m3:pre,v=int4:token:g64,sink=4",
+    "k=e5m2:pre,v=e5m2",
+    "k=int8:channel:g64:pre,v=int8:token:g32:sym,sink=3",
+    "k=int4:channel:g32:pre,v=int3:token:g32,sink=5,window=64",
+    "k=int3:channel:g64:hybrid:pre,v=int2:token:g64",
+    "k=int2:channel:g32:sym:pre,v=int2:token:g32",
+    "k=int2:token:g64:hybrid:pre,v=int4:channel:g64:hybrid,window=70",
+    "k=int3:token:g32:sym:pre,v=int4:token:g64", "k=q4_0:pre,v=q8_0", "k=int8:token:g32:pre,v=e4m3",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", BEFORE_ROPE)
+def test_keys_before_rope(ops: CpuOps, spec: str) -> None:
+    store = make_store(ops, spec, kv_heads=2, dim=64, tokens=411)
+    assert error(*attend_both(ops, store, group=3)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["kvrt4", "kvrt2", "k=int4:token:g64:had:page,v=int4:token:g64:had,sink=70",
+     "k=int4:channel:g64:pre,v=int4:token:g64,sink=4,window=64", "k=e4m3:page,v=e4m3", "innerq"],
+)  # fmt: skip
+@pytest.mark.parametrize("bias", [1.0, 100.0])
+def test_keys_without_their_bias(ops: CpuOps, spec: str, bias: float) -> None:
+    store = make_store(ops, spec, kv_heads=2, dim=64, tokens=333, bias=bias)
+    # Scores of hundreds from the bias.
+    assert error(*attend_both(ops, store, group=3)) < TOLERANCE
+
+
+@pytest.mark.parametrize("spec", ["kvrt4", "kvquant3:1%", "k=int4:channel:g64:page,v=e4m3"])
+def test_the_amplitude_of_yarn(ops: CpuOps, spec: str) -> None:
+    store = make_store(ops, spec, kv_heads=1, dim=64, tokens=250, bias=3, amplitude=1.3)
+    assert error(*attend_both(ops, store, group=2, spread=0.3)) < TOLERANCE
+
+
+NON_UNIFORM = [
+    "kvquant2", "kvquant3", "kvquant4", "kvquant2:1%", "kvquant3:1%", "kvquant4:1%",
+    "k=nuq2:1%,v=nuq3:1%", "k=nuq4:1%:qnorm:page,v=int4:token:g64,sink=70",
+    "k=int2:channel:g32,v=nuq4:1%,window=100", "k=nuq3,v=nuq2:qnorm",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", NON_UNIFORM)
+def test_non_uniform_integers(ops: CpuOps, spec: str) -> None:
+    store = make_store(ops, spec, kv_heads=2, dim=64, tokens=411, outliers=0.005)
+    assert error(*attend_both(ops, store, group=3, spread=0.3)) < TOLERANCE
+
+
+SIZES = [
+    ("k=f16:pre,v=f16", 80, 0), ("k=int3:channel:g64:pre,v=int3:token:g64", 128, 3),
+    ("k=int2:token:g32:pre,v=int2:token:g32", 96, 0), ("kvrt4", 256, 3), ("kvquant3:1%", 80, 0),
+    ("kvquant4:1%", 112, 3), ("kvquant2:1%", 128, 3), ("k=nuq3:1%,v=nuq2:1%", 256, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "dim", "bias"), SIZES)
+def test_head_dims(ops: CpuOps, spec: str, dim: int, bias: float) -> None:
+    outliers = 0.003 if "nuq" in spec or "kvquant" in spec else 0.0
+    store = make_store(ops, spec, 1, dim, tokens=230, bias=bias, outliers=outliers)
+    assert error(*attend_both(ops, store, group=4, spread=0.3)) < TOLERANCE
+
+
+@pytest.mark.parametrize("group", [1, 8, 9])
+@pytest.mark.parametrize("spec", ["kvquant2:1%", "k=int2:channel:g32:pre,v=int2:token:g32,sink=4"])
+def test_groups(ops: CpuOps, spec: str, group: int) -> None:
+    store = make_store(ops, spec, kv_heads=3, dim=32, tokens=300, bias=2)
+    assert error(*attend_both(ops, store, group, spread=0.3)) < TOLERANCE
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 5, 64, 65, 200])
+@pytest.mark.parametrize("window", [None, 63])
+@pytest.mark.parametrize("spec", ["kvquant3:1%", "k=int4:channel:g32:pre,v=e4m3,sink=66"])
+def test_lengths(ops: CpuOps, spec: str, tokens: int, window: int | None) -> None:
+    store = make_store(ops, spec, kv_heads=1, dim=32, tokens=tokens, bias=2)
+    assert error(*attend_both(ops, store, group=2, window=window, spread=0.3)) < TOLERANCE
