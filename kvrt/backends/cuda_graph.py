@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from ..errors import KernelError
@@ -61,7 +62,5 @@ class Program:
     @staticmethod
     def _abandon(stream: Any) -> None:
         """End a capture that failed, so that its stream can go."""
-        try:
+        with suppress(Exception):  # what failed before is what counts
             stream.end_capture()
-        except Exception:
-            pass
