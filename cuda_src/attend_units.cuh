@@ -91,10 +91,12 @@ struct Unit {
 };
 
 // From sm_90 on, packed pages come by the copy engine: one lane asks, and the bytes count down a barrier of the stage.
+#ifndef KVRT_BULK_COPIES
 #if __CUDA_ARCH__ >= 900
 #define KVRT_BULK_COPIES 1
 #else
 #define KVRT_BULK_COPIES 0
+#endif
 #endif
 
 // A warp's ring of units. Its lanes call everything together.

@@ -67,6 +67,24 @@ extern "C" __global__ void narrow(const float4* x, i64 count, int kind, uint2* o
   }
 }
 
+// out (2, count) of kind 1 or 2 = x (count) f32, and what x lost by that. Strided.
+extern "C" __global__ void split(const float* x, i64 count, int kind, u16* out) {
+  for (i64 i = first_item(); i < count; i += all_threads()) {
+    const u16 bits = kind == 1 ? ptx::float_to_half(saturate(x[i])) : ptx::float_to_bfloat(x[i]);
+    const float rest = x[i] - (kind == 1 ? ptx::half_to_float(bits) : ptx::bfloat_to_float(bits));
+    out[i] = bits;
+    out[count + i] = kind == 1 ? ptx::float_to_half(saturate(rest)) : ptx::float_to_bfloat(rest);
+  }
+}
+
+// out (count) = (or += with `add`) the sum of parts (2, count). Strided.
+extern "C" __global__ void sum_parts(const float* parts, i64 count, int add, float* out) {
+  for (i64 i = first_item(); i < count; i += all_threads()) {
+    const float sum = parts[i] + parts[count + i];
+    out[i] = add ? out[i] + sum : sum;
+  }
+}
+
 // out (count) f32 = stored floats of `kind`. Strided.
 extern "C" __global__ void widen(const u8* stored, i64 count, int kind, float* out) {
   for (i64 i = first_item(); i < count; i += all_threads()) out[i] = read_stored(stored, i, kind);

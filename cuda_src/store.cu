@@ -3,83 +3,38 @@
 //
 // `layer` is a layer's settings (kvrt/backends/view.py), `pages` the page table. All formats are chosen at run time.
 #include "codecs.cuh"
-
-// Butterflies of one row in shared memory by one warp; its own inverse.
-KVRT_INLINE void hadamard(float* x, int dim, int block) {
-  for (int half = 1; half < block; half *= 2) {
-    for (int i = threadIdx.x % WARP; i < dim / (2 * half) * half; i += WARP) {
-      float *low = x + i / half * 2 * half + i % half, *high = low + half;
-      const float a = *low, b = *high;
-      *low = a + b;
-      *high = a - b;
-    }
-    __syncwarp();
-  }
-  const float factor = __fdiv_rn(1.0f, __fsqrt_rn(float(block)));
-  for (int i = threadIdx.x % WARP; i < dim; i += WARP) x[i] *= factor;
-  __syncwarp();
-}
-
-// Rotate the pairs (i, i + half) of a row; way is 1, or -1 for backwards.
-KVRT_INLINE void turn(float* x, int half, const float* angles, float way) {
-  for (int i = threadIdx.x % WARP; i < half; i += WARP) {
-    const float a = x[i], b = x[half + i], cos = angles[i], sin = way * angles[half + i];
-    x[i] = a * cos - b * sin;
-    x[half + i] = b * cos + a * sin;
-  }
-  __syncwarp();
-}
-
-// x += sign * bias, rotated by `angles` if there are any.
-KVRT_INLINE void add_bias(float* x, int dim, const float* bias, const float* angles, float sign) {
-  const int half = dim / 2, lane = threadIdx.x % WARP;
-  if (angles) {
-    for (int i = lane; i < half; i += WARP) {
-      const float a = bias[i], b = bias[half + i], cos = angles[i], sin = angles[half + i];
-      x[i] += sign * (a * cos - b * sin);
-      x[half + i] += sign * (b * cos + a * sin);
-    }
-  } else {
-    for (int i = lane; i < dim; i += WARP) x[i] += sign * bias[i];
-  }
-  __syncwarp();
-}
+#include "row.cuh"
 
 // Keys or values (n, heads, dim) f32 in place, from the model's basis into the store's.
 //
 // Inwards: hold to +-1e30, rotate backwards by `turns`, leave out `bias` (heads, dim) rotated by `bias_turns`, Hadamard
 // transform in blocks. Outwards: all of it undone. turns, bias_turns (n, 2, dim / 2) f32 hold cos and sin for each
 // token; each of the steps is left out where its address or block is 0.
-// Grid (n, heads / warps, up), one warp a row, dim floats of shared memory a warp.
+// Grid (n, heads / warps, up), one warp a row, dim floats of shared memory a warp; dim is MOST_CHANNELS at most.
 extern "C" __global__ void change_basis(float* rows, int heads, int dim, int inwards, const float* turns,
                                         const float* bias, const float* bias_turns, int block) {
   KVRT_DYNAMIC_SHARED(memory);
-  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  const i64 token = blockIdx.x;
-  const int head = blockIdx.y * (blockDim.x / WARP) + warp;
+  const int warp = threadIdx.x / WARP, head = blockIdx.y * (blockDim.x / WARP) + warp;
   if (head >= heads) return;
-  float* row = rows + (token * heads + head) * dim;
-  float* x = reinterpret_cast<float*>(memory) + warp * dim;
-  const int angles = dim / 2 * 2;  // of a token
-  for (int i = lane; i < dim; i += WARP) {
-    float value = row[i];
-    if (inwards) {
-      // The difference of two infinities would be a NaN.
-      value = value > 1e30f ? 1e30f : value;
-      value = value < -1e30f ? -1e30f : value;
-    }
-    x[i] = value;
+  const i64 token = blockIdx.x;
+  float* at = rows + (token * heads + head) * dim;
+  const float* own = bias + i64(head) * dim;
+  Row row(dim, reinterpret_cast<float*>(memory) + warp * dim);
+  row.each([&](float& x, int c) { x = at[c]; });
+  Angles turn, bias_turn;
+  if (turns) turn = Angles(turns + token * dim, dim);
+  if (bias_turns) bias_turn = Angles(bias_turns + token * dim, dim);
+  if (inwards) {
+    row.hold();
+    if (turns) row.turn(turn, -1.0f);
+    if (bias) row.add(own, bias_turn, !bias_turns, -1.0f);
+    if (block) row.hadamard(block);
+  } else {
+    if (block) row.hadamard(block);
+    if (bias) row.add(own, bias_turn, !bias_turns, 1.0f);
+    if (turns) row.turn(turn, 1.0f);
   }
-  __syncwarp();
-  if (block && !inwards) hadamard(x, dim, block);
-  if (turns && inwards) turn(x, dim / 2, turns + token * angles, -1.0f);
-  if (bias) {
-    const float* own = bias_turns ? bias_turns + token * angles : nullptr;
-    add_bias(x, dim, bias + i64(head) * dim, own, inwards ? -1.0f : 1.0f);
-  }
-  if (turns && !inwards) turn(x, dim / 2, turns + token * angles, 1.0f);
-  if (block && inwards) hadamard(x, dim, block);
-  for (int i = lane; i < dim; i += WARP) row[i] = x[i];
+  row.each([&](float x, int c) { at[c] = x; });
 }
 
 // Where a slot of the tail, or of the sinks, has its row of one head; `kind` is set to that of its floats.
@@ -111,47 +66,45 @@ extern "C" __global__ void __launch_bounds__(32)
 enter(const i64* layer, const i64* lengths, float* qkv, int heads, const float* q_gains, float q_eps,
       const float* k_gains, float k_eps) {
   KVRT_DYNAMIC_SHARED(memory);
-  float* x = reinterpret_cast<float*>(memory);
   ptx::let_next_start();
   const int kv_heads = int(layer[VIEW_HEADS]), dim = int(layer[VIEW_DIM]), form = int(layer[VIEW_FORM]);
-  const int row = blockIdx.x, is_query = row < heads, is_value = row >= heads + kv_heads, lane = threadIdx.x;
-  const float* bias = is_value ? nullptr : reinterpret_cast<const float*>(layer[VIEW_KEY_BIAS]);
+  const int index = blockIdx.x, is_query = index < heads, is_value = index >= heads + kv_heads;
+  const int head = is_query ? index : (index - heads) % kv_heads;
   const int block = int(layer[is_value ? VIEW_VALUE_HADAMARD : VIEW_KEY_HADAMARD]);
+  const float* bias = is_value ? nullptr : reinterpret_cast<const float*>(layer[VIEW_KEY_BIAS]);
   const float* gains = is_query ? q_gains : is_value ? nullptr : k_gains;
-  const float* angles = reinterpret_cast<const float*>(lengths + VIEW_LENGTHS);
+  const float* table = reinterpret_cast<const float*>(lengths + VIEW_LENGTHS);
+  // All of this is older than the kernel before.
+  Angles forwards, turn, bias_turn;
+  if (!is_value) forwards = Angles(table + VIEW_FORWARDS * dim, dim);
+  if (!is_query && !is_value && form != VIEW_POST)
+    turn = Angles(table + (form == VIEW_PAGE ? VIEW_BASE : VIEW_BACKWARDS) * dim, dim);
+  if (!is_query && bias) bias_turn = Angles(table + (form == VIEW_PAGE ? VIEW_OFFSET : VIEW_FORWARDS) * dim, dim);
+  int kind;
+  u8* place = exact_row(layer, is_value, int(lengths[VIEW_TOKEN_IS_SINK]), lengths[VIEW_TOKEN_SLOT], head, &kind);
+  float* at = qkv + i64(index) * dim;
+  Row row(dim, reinterpret_cast<float*>(memory));
   ptx::wait_for_previous();
-  float squares = 0;
-  for (int i = lane; i < dim; i += WARP) {
-    const float value = qkv[i64(row) * dim + i];
-    x[i] = value;
-    squares += value * value;
-  }
+  row.each([&](float& x, int c) { x = at[c]; });
   if (gains) {
+    float squares = 0;
+    row.each([&](float x, int) { squares += x * x; });
     for (int d = 1; d < WARP; d *= 2) squares += __shfl_xor_sync(ALL_LANES, squares, d);
     const float scale = __fdiv_rn(1.0f, __fsqrt_rn(squares / dim + (is_query ? q_eps : k_eps)));
-    for (int i = lane; i < dim; i += WARP) x[i] = x[i] * scale * gains[i];
+    row.each([&](float& x, int c) { x = x * scale * gains[c]; });
   }
-  __syncwarp();
-  if (!is_value) turn(x, dim / 2, angles + VIEW_FORWARDS * dim, 1.0f);
+  if (!is_value) row.turn(forwards, 1.0f);
   if (is_query) {
-    for (int i = lane; i < dim; i += WARP) qkv[i64(row) * dim + i] = x[i];
+    row.each([&](float x, int c) { at[c] = x; });
     return;
   }
   if (block || bias || (!is_value && form != VIEW_POST)) {  // as change_basis does it
-    for (int i = lane; i < dim; i += WARP) x[i] = x[i] > 1e30f ? 1e30f : x[i] < -1e30f ? -1e30f : x[i];
-    __syncwarp();
-    if (!is_value && form != VIEW_POST)
-      turn(x, dim / 2, angles + (form == VIEW_PAGE ? VIEW_BASE : VIEW_BACKWARDS) * dim, -1.0f);
-    const int head = row - heads;
-    if (bias)
-      add_bias(x, dim, bias + i64(head) * dim,
-               form == VIEW_PRE ? nullptr : angles + (form == VIEW_PAGE ? VIEW_OFFSET : VIEW_FORWARDS) * dim, -1.0f);
-    if (block) hadamard(x, dim, block);
+    row.hold();
+    if (!is_value && form != VIEW_POST) row.turn(turn, -1.0f);
+    if (bias) row.add(bias + i64(head) * dim, bias_turn, form == VIEW_PRE, -1.0f);
+    if (block) row.hadamard(block);
   }
-  int kind;
-  const int head = (row - heads) % kv_heads;
-  u8* place = exact_row(layer, is_value, int(lengths[VIEW_TOKEN_IS_SINK]), lengths[VIEW_TOKEN_SLOT], head, &kind);
-  for (int i = lane; i < dim; i += WARP) store_number(place, kind, i, x[i]);
+  row.each([&](float x, int c) { store_number(place, kind, c, x); });
 }
 
 // target (n, heads, dim) f32 = slots slot, slot + 1, ... of the tail, or of the sinks. Grid (n, heads).

@@ -17,6 +17,10 @@ from .view import TOKEN_ID, Extent
 _THREADS = 256
 """Of a block."""
 
+_FEW_ROWS = 128
+"""So many tokens are multiplied in the time that reading the weights takes, even twice: as 16-bit
+floats, and once more what those lost."""
+
 _DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
 
 
@@ -152,7 +156,7 @@ class CudaOps(CacheKernels):
         kinds = {layer.weight.kind for layer in layers}
         if n > 1:
             x = self._normed(x, norm)
-            narrow = {kind: self._narrowed(x, kind) for kind in kinds}
+            narrow = {kind: self._narrowed(x, kind) for kind in kinds}  # (n or 2 * n, cols)
             for layer, out in zip(layers, outs, strict=True):
                 self._multiply(narrow[layer.weight.kind], layer, out, add)
         elif len(kinds) > 1:
@@ -231,15 +235,24 @@ class CudaOps(CacheKernels):
         self._strided("narrow", -(-rows.size // 4), rows, rows.size, kind, out)
 
     def _narrowed(self, x: Array, kind: int) -> Array:
-        """x (n, cols) f32 as the floats of a weight."""
+        """x (n, cols) f32 as the floats of a weight; few rows with what they lost below them."""
         if kind == F32:
             return x
-        out = self._scratch("narrowed", x.shape, _DTYPES[kind])
-        self.narrow(x, out, kind)
+        if len(x) > _FEW_ROWS:
+            out = self._scratch("narrowed", x.shape, _DTYPES[kind])
+            self.narrow(x, out, kind)
+        else:
+            out = self._scratch("narrowed", (2 * len(x), x.shape[1]), _DTYPES[kind])
+            self._strided("split", x.size, x, x.size, kind, out)
         return out
 
     def _multiply(self, x: Array, layer: Linear, out: Array, add: bool) -> None:
-        """out (n, rows) f32 = (or +=) x (n, cols) times a weight, summed up in f32, by cuBLAS."""
-        self.device.matmul(x, layer.weight.array, out, add)
+        """out (n, rows) f32 = (or +=) x, as `_narrowed` gives it, times a weight, by cuBLAS."""
+        if len(x) == len(out):
+            self.device.matmul(x, layer.weight.array, out, add)
+        else:
+            parts = self._scratch("parts", (len(x), out.shape[1]), np.float32)
+            self.device.matmul(x, layer.weight.array, parts, False)
+            self._strided("sum_parts", out.size, parts, out.size, int(add), out)
         if layer.bias is not None:
             self._strided("add_bias", out.size, out, layer.bias, out.size, out.shape[1])

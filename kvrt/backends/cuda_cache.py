@@ -54,8 +54,11 @@ class Device(Protocol):
     def matmul(self, x: Array, weight: Array, out: Array, add: bool) -> None: ...
 
 
-_MIRROR = LENGTHS + 4 * 256 // 2
-"""Integers of an extent on the device: lengths, and angles of heads of up to 256 channels."""
+_MOST_CHANNELS = 256
+"""Of a head, where keys or values change their basis."""
+
+_MIRROR = LENGTHS + 4 * _MOST_CHANNELS // 2
+"""Integers of an extent on the device: lengths, and angles."""
 
 
 @dataclass
@@ -117,6 +120,8 @@ class CacheKernels:
         n, heads, dim = rows.shape
         if not n:
             return
+        if dim > _MOST_CHANNELS:
+            raise KernelError(f"on a GPU, head_dim is {_MOST_CHANNELS} at most, got {dim}")
         warps = _THREADS // 32
         angles = [0 if part is None else part for part in (turns, bias, bias_turns)]
         self._store(

@@ -294,7 +294,10 @@ inline u32 prmt(u32 a, u32 b, u32 selector) {
   std::memcpy(bytes, &a, 4);
   std::memcpy(bytes + 4, &b, 4);
   u32 result = 0;
-  for (int i = 0; i < 4; ++i) result |= u32(bytes[selector >> 4 * i & 7]) << 8 * i;
+  for (int i = 0; i < 4; ++i) {
+    const u32 nibble = selector >> 4 * i & 15, byte = bytes[nibble & 7];
+    result |= (nibble < 8 ? byte : byte & 0x80 ? 0xFFu : 0u) << 8 * i;  // from 8 on, the sign alone
+  }
   return result;
 }
 

@@ -56,14 +56,19 @@ def run(ops: Ops, folder: Path, config: Any, spec: str, ids: np.ndarray) -> list
     return [np.array(logits, np.float64) for logits in found]
 
 
-def test_weights_of_two_types_at_once() -> None:
+@pytest.mark.parametrize(("count", "tolerance"), [(5, 2e-5), (128, 2e-5), (129, 4e-3)])
+def test_weights_of_two_types_at_once(count: int, tolerance: float) -> None:
+    """Few rows are multiplied as two 16-bit floats each."""
     ops, rng = emulated_ops(), np.random.default_rng(0)
-    x = rng.normal(0, 1, (5, 64)).astype(np.float32)
+    x = rng.normal(0, 1, (count, 64)).astype(np.float32)
     weights = [
         rng.normal(0, 1, (32, 64)).astype(dtype) for dtype in (np.float16, ml_dtypes.bfloat16)
     ]
-    outs = [ops.empty((5, 32)) for _ in weights]
-    ops.linear(x, [Linear(ops.matrix(weight)) for weight in weights], outs)
-    for weight, out in zip(weights, outs, strict=True):
-        expected = x @ weight.astype(np.float32).T  # (5, 32)
-        assert np.linalg.norm(out - expected) < 4e-3 * np.linalg.norm(expected)
+    layers = [Linear(ops.matrix(weight)) for weight in weights]
+    outs = [ops.empty((count, 32)) for _ in weights]
+    ops.linear(x, layers, outs)
+    expected = [x @ weight.astype(np.float32).T for weight in weights]  # (count, 32)
+    for out, right, layer in zip(outs, expected, layers, strict=True):
+        assert np.linalg.norm(out - right) < tolerance * np.linalg.norm(right)
+        ops.linear_add(x, layer, out)
+        assert np.linalg.norm(out - 2 * right) < 2 * tolerance * np.linalg.norm(right)
