@@ -104,10 +104,11 @@ def test_a_device_uploads_small_and_large(cupy: FakeCupy, dtype: Any) -> None:
 
 def test_the_host_holds_two_buffers_and_no_more(cupy: FakeCupy) -> None:
     device = CudaDevice(0, cupy)
-    for seed in range(3):
-        device.upload(numbers(LEAST_BYTES, seed))
+    # Held, since the copies are still to come.
+    held = [device.upload(numbers(LEAST_BYTES, seed)) for seed in range(3)]
     device.end_uploads()
     device.end_uploads()
+    assert all(np.array_equal(x, numbers(LEAST_BYTES, seed)) for seed, x in enumerate(held))
     assert FakePinned.most == 2 * BUFFER_BYTES
 
 
