@@ -10,7 +10,15 @@ from threadpoolctl import ThreadpoolController
 
 from ..errors import KernelError, UsageError
 from . import cpu_probe, memory
-from .cpu_cache import FEW_ROWS, CacheOps, Tensor, address_of, token_of
+from .checks import (
+    check_attend_causal,
+    check_linear,
+    check_rmsnorm,
+    check_rope,
+    check_swiglu,
+    token_of,
+)
+from .cpu_cache import FEW_ROWS, CacheOps, Tensor, address_of
 from .cpu_math import KINDS
 from .native import Kernels, library_name, processor_name
 from .ops import Linear, Matrix, Norm, RandomMatrix
@@ -133,8 +141,7 @@ class CpuOps(CacheOps):
 
     def rmsnorm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         size = x.shape[-1]
-        if weight.shape != (size,) or out.shape != x.shape:
-            raise KernelError(f"rmsnorm: x {x.shape}, weight {weight.shape}, out {out.shape}")
+        check_rmsnorm(x, weight, out)
         self.kernels.rmsnorm(
             x.size // size, FEW_ROWS, address_of(x), address_of(weight), size, eps, address_of(out)
         )
@@ -149,12 +156,7 @@ class CpuOps(CacheOps):
         norm: Norm | None = None,
     ) -> None:
         n, cols = x.shape
-        for layer, out in zip(layers, outs, strict=True):
-            if layer.weight.cols != cols or out.shape != (n, layer.weight.rows):
-                raise KernelError(
-                    f"linear: x {x.shape}, weight ({layer.weight.rows}, {layer.weight.cols}), "
-                    f"out {out.shape}"
-                )
+        check_linear(x, layers, outs)
         x = self._normed(x, norm)
         if n > _GEMV_ROWS:
             self._matmul(x, layers, outs, add)
@@ -191,9 +193,7 @@ class CpuOps(CacheOps):
         self, x: Tensor, gate: Linear, up: Linear, out: Tensor, *, norm: Norm | None = None
     ) -> None:
         n, rows = x.shape[0], gate.weight.rows
-        shapes = {(layer.weight.rows, layer.weight.cols) for layer in (gate, up)}
-        if shapes != {(rows, x.shape[1])} or out.shape != (n, rows):
-            raise KernelError(f"swiglu: x {x.shape}, weights {sorted(shapes)}, out {out.shape}")
+        check_swiglu(x, gate, up, out)
         x = self._normed(x, norm)
         if n > _GEMV_ROWS or gate.weight.kind != up.weight.kind:
             raised = self.empty((n, rows))
@@ -208,8 +208,7 @@ class CpuOps(CacheOps):
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         n, heads, dim = x.shape
-        if cos.shape != (n, dim // 2) or sin.shape != cos.shape:
-            raise KernelError(f"rope: x {x.shape}, cos {cos.shape}, sin {sin.shape}")
+        check_rope(x, cos, sin)
         self.kernels.rope(n, FEW_ROWS, address_of(x), heads, dim, address_of(cos), address_of(sin))
 
     def _grain(self, rows: int) -> int:
@@ -265,14 +264,10 @@ class CpuOps(CacheOps):
     def attend_causal(
         self, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
     ) -> None:
-        n, heads, dim = q.shape
+        n, heads, _ = q.shape
         total, kv_heads, _ = keys.shape
         group = heads // kv_heads
-        shape = (total, kv_heads, dim)
-        if n > total or group * kv_heads != heads or not keys.shape == values.shape == shape:
-            raise KernelError(
-                f"attend_causal: q {q.shape}, keys {keys.shape}, values {values.shape}"
-            )
+        check_attend_causal(q, keys, values)
         first = total - n
         step = int(min(max(_SCORE_ELEMENTS // total, 16), 256))
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import KernelError
 from . import cpu_attn, cpu_store
 from . import view as place
+from .checks import check_attend, check_enter, token_of
 from .cpu_math import KINDS
 from .native import Kernels
 from .ops import PAGE_TOKENS, Norm
-from .view import Extent, PageView, Token
+from .view import Extent, PageView
 
 FEW_ROWS = 8
 """Row-wise kernels on fewer rows run on the calling thread."""
@@ -28,13 +28,6 @@ class Tensor(np.ndarray):
 
 def address_of(array: np.ndarray) -> int:
     return array.address if isinstance(array, Tensor) else array.ctypes.data
-
-
-def token_of(extent: Extent) -> Token:
-    """The token of a decode step. Raises KernelError where none was published."""
-    if extent.token is None:
-        raise KernelError("no token was published")
-    return extent.token
 
 
 class CacheOps:
@@ -61,8 +54,7 @@ class CacheOps:
         token, settings = token_of(view.extent), view.settings
         kv_heads, (rows, dim) = view.num_kv_heads, qkv.shape
         heads = rows - 2 * kv_heads
-        if dim != view.head_dim or heads <= 0 or heads % kv_heads:
-            raise KernelError(f"enter: qkv {qkv.shape}, cache ({kv_heads} heads, {view.head_dim})")
+        check_enter(qkv, view)
         row, kernels = 4 * dim, self.kernels  # bytes of a head, and of one kind of angles
         q = address_of(qkv)
         k, v = q + heads * row, q + (heads + kv_heads) * row
@@ -91,10 +83,7 @@ class CacheOps:
         heads, dim = q.shape
         kv_heads, extent = view.num_kv_heads, view.extent
         group = heads // kv_heads
-        if dim != view.head_dim or group * kv_heads != heads or out.shape != q.shape:
-            raise KernelError(
-                f"attend: q {q.shape}, out {out.shape}, cache ({kv_heads} heads, {view.head_dim})"
-            )
+        check_attend(q, view, out)
         blocks = extent.pages + -(-(extent.sinks + extent.tail_tokens) // PAGE_TOKENS)
         splits = 1 if self.threads == 1 else max(1, min(blocks, 8 * self.threads // kv_heads))
         items = kv_heads * splits
@@ -171,16 +160,10 @@ class CacheOps:
             self._seal(view, first_page, count, new, new_start, tail_first, tail_slot, measure)
 
     def _seal(
-        self,
-        view: PageView,
-        first_page: int,
-        count: int,
-        new: tuple[Tensor, Tensor] | None,
-        new_start: int,
-        tail_first: int,
-        tail_slot: int,
-        measure: bool,
-    ) -> None:
+        self, view: PageView, first_page: int, count: int, new: tuple[Tensor, Tensor] | None,
+        new_start: int, tail_first: int, tail_slot: int, measure: bool,
+    ) -> None:  # fmt: skip
+        """Those of one layer."""
         heads, dim, table = view.num_kv_heads, view.head_dim, view.extent.table_address
         for is_value, survey in enumerate(view.surveys):
             fresh, tokens = (

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import KernelError
+from .checks import check_linear, check_rmsnorm, check_rope, check_swiglu
 from .cpu_math import F32, KINDS
 from .cuda_cache import CacheKernels, Device
 from .ops import Array, Linear, Matrix, Norm, RandomMatrix
@@ -124,14 +125,12 @@ class CudaOps(CacheKernels):
 
     def rmsnorm(self, x: Array, weight: Array, eps: float, out: Array) -> None:
         size = x.shape[-1]
-        if weight.shape != (size,) or out.shape != x.shape:
-            raise KernelError(f"rmsnorm: x {x.shape}, weight {weight.shape}, out {out.shape}")
+        check_rmsnorm(x, weight, out)
         self._rows("rmsnorm", x.size // size, x, weight, size, eps, out)
 
     def rope(self, x: Array, cos: Array, sin: Array) -> None:
         n, heads, dim = x.shape
-        if cos.shape != (n, dim // 2) or sin.shape != cos.shape:
-            raise KernelError(f"rope: x {x.shape}, cos {cos.shape}, sin {sin.shape}")
+        check_rope(x, cos, sin)
         self._rows("rope", n, x, heads, dim, cos, sin)
 
     def linear_add(self, x: Array, layer: Linear, out: Array) -> None:
@@ -147,12 +146,7 @@ class CudaOps(CacheKernels):
         norm: Norm | None = None,
     ) -> None:
         n, cols = x.shape
-        for layer, out in zip(layers, outs, strict=True):
-            if layer.weight.cols != cols or out.shape != (n, layer.weight.rows):
-                raise KernelError(
-                    f"linear: x {x.shape}, weight ({layer.weight.rows}, {layer.weight.cols}), "
-                    f"out {out.shape}"
-                )
+        check_linear(x, layers, outs)
         kinds = {layer.weight.kind for layer in layers}
         if n > 1:
             x = self._normed(x, norm)
@@ -192,9 +186,7 @@ class CudaOps(CacheKernels):
         self, x: Array, gate: Linear, up: Linear, out: Array, *, norm: Norm | None = None
     ) -> None:
         n, rows = x.shape[0], gate.weight.rows
-        shapes = {(layer.weight.rows, layer.weight.cols) for layer in (gate, up)}
-        if shapes != {(rows, x.shape[1])} or out.shape != (n, rows):
-            raise KernelError(f"swiglu: x {x.shape}, weights {sorted(shapes)}, out {out.shape}")
+        check_swiglu(x, gate, up, out)
         if n > 1 or gate.weight.kind != up.weight.kind:
             raised = self._scratch("raised", (n, rows), np.float32)
             self.linear(x, (gate, up), (out, raised), norm=norm)

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..errors import KernelError
 from .attend_variant import QUERY_HEADS, compiled, shared_bytes
+from .checks import check_attend, check_attend_causal, check_enter, token_of
 from .cpu_math import F16, KINDS
 from .ops import PAGE_TOKENS, Array, Norm
 from .view import LENGTHS, TOKEN_ID, TOKEN_IS_SINK, TOKEN_SLOT, Extent, PageView
@@ -187,9 +188,7 @@ class CacheKernels:
     # A decode step
 
     def publish(self, extent: Extent) -> None:
-        token, mirror = extent.token, self._mirror(extent)
-        if token is None:
-            raise KernelError("no token was published")
+        token, mirror = token_of(extent), self._mirror(extent)
         mirror.numbers = extent.numbers
         mirror.staging[: len(mirror.numbers)] = mirror.numbers
         places = [TOKEN_ID, TOKEN_SLOT, TOKEN_IS_SINK]
@@ -219,8 +218,7 @@ class CacheKernels:
     def enter(self, view: PageView, qkv: Array, norms: tuple[Norm, Norm] | None) -> None:
         kv_heads, (rows, dim) = view.num_kv_heads, qkv.shape
         heads = rows - 2 * kv_heads
-        if dim != view.head_dim or heads <= 0 or heads % kv_heads:
-            raise KernelError(f"enter: qkv {qkv.shape}, cache ({kv_heads} heads, {view.head_dim})")
+        check_enter(qkv, view)
         gains = (0, 0.0, 0, 0.0) if norms is None else (*norms[0], *norms[1])
         self.device.module("store.cu").launch(
             "enter", (rows,), (32,), view.address, self._lengths(view.extent), qkv, heads, *gains,
@@ -236,10 +234,7 @@ class CacheKernels:
         heads, dim = q.shape
         kv_heads = view.num_kv_heads
         group = heads // kv_heads
-        if dim != view.head_dim or group * kv_heads != heads or out.shape != q.shape:
-            raise KernelError(
-                f"attend: q {q.shape}, out {out.shape}, cache ({kv_heads} heads, {view.head_dim})"
-            )
+        check_attend(q, view, out)
         defines = _variant(view.settings.tobytes(), self.device.max_shared)
         warps, stages = defines["WARPS"], defines["STAGES"]
         rows = kv_heads * -(-group // QUERY_HEADS)
@@ -259,11 +254,7 @@ class CacheKernels:
         n, heads, dim = q.shape
         total, kv_heads, _ = keys.shape
         group = heads // kv_heads
-        shape = (total, kv_heads, dim)
-        if n > total or group * kv_heads != heads or not keys.shape == values.shape == shape:
-            raise KernelError(
-                f"attend_causal: q {q.shape}, keys {keys.shape}, values {values.shape}"
-            )
+        check_attend_causal(q, keys, values)
         halves = []
         for use, rows in (("queries", q), ("keys", keys), ("values", values)):
             half = self._scratch(use, rows.shape, np.float16)

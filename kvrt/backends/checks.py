@@ -1,0 +1,69 @@
+"""What `Ops` refuses, the same on each backend: shapes that do not fit. All raise KernelError."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import KernelError
+from .ops import Array, Linear
+from .view import Extent, PageView, Token
+
+
+def check_rmsnorm(x: Array, weight: Array, out: Array) -> None:
+    if weight.shape != (x.shape[-1],) or out.shape != x.shape:
+        raise KernelError(f"rmsnorm: x {x.shape}, weight {weight.shape}, out {out.shape}")
+
+
+def check_rope(x: Array, cos: Array, sin: Array) -> None:
+    n, _, dim = x.shape
+    if cos.shape != (n, dim // 2) or sin.shape != cos.shape:
+        raise KernelError(f"rope: x {x.shape}, cos {cos.shape}, sin {sin.shape}")
+
+
+def check_linear(x: Array, layers: Sequence[Linear], outs: Sequence[Array]) -> None:
+    n, cols = x.shape
+    for layer, out in zip(layers, outs, strict=True):
+        if layer.weight.cols != cols or out.shape != (n, layer.weight.rows):
+            raise KernelError(
+                f"linear: x {x.shape}, weight ({layer.weight.rows}, {layer.weight.cols}), "
+                f"out {out.shape}"
+            )
+
+
+def check_swiglu(x: Array, gate: Linear, up: Linear, out: Array) -> None:
+    n, rows = x.shape[0], gate.weight.rows
+    shapes = {(layer.weight.rows, layer.weight.cols) for layer in (gate, up)}
+    if shapes != {(rows, x.shape[1])} or out.shape != (n, rows):
+        raise KernelError(f"swiglu: x {x.shape}, weights {sorted(shapes)}, out {out.shape}")
+
+
+def check_attend_causal(q: Array, keys: Array, values: Array) -> None:
+    n, heads, dim = q.shape
+    total, kv_heads, _ = keys.shape
+    fits = keys.shape == values.shape == (total, kv_heads, dim)
+    if n > total or heads % kv_heads or not fits:
+        raise KernelError(f"attend_causal: q {q.shape}, keys {keys.shape}, values {values.shape}")
+
+
+def check_attend(q: Array, view: PageView, out: Array) -> None:
+    heads, dim = q.shape
+    if dim != view.head_dim or heads % view.num_kv_heads or out.shape != q.shape:
+        raise KernelError(f"attend: q {q.shape}, out {out.shape}, {_cache(view)}")
+
+
+def check_enter(qkv: Array, view: PageView) -> None:
+    rows, dim = qkv.shape
+    heads = rows - 2 * view.num_kv_heads
+    if dim != view.head_dim or heads <= 0 or heads % view.num_kv_heads:
+        raise KernelError(f"enter: qkv {qkv.shape}, {_cache(view)}")
+
+
+def token_of(extent: Extent) -> Token:
+    """The token of a decode step."""
+    if extent.token is None:
+        raise KernelError("no token was published")
+    return extent.token
+
+
+def _cache(view: PageView) -> str:
+    return f"cache ({view.num_kv_heads} heads, {view.head_dim})"
