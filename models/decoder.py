@@ -250,12 +250,15 @@ class Decoder:
         q = ops.empty((chunk, config.num_heads, config.head_dim))
         inner = ops.empty((chunk, config.intermediate_size))
         rotation = self._rotation(start, len(ids))
-        for index, layer in enumerate(self._layers):
-            update = Update(ops, config, layer, x, start, rotation, q, inner)
-            update.project(keys[start:], values[start:])
-            attend(index, keys, values, update)
-            if progress is not None:
-                progress(index + 1, config.num_layers)
+        try:
+            for index, layer in enumerate(self._layers):
+                update = Update(ops, config, layer, x, start, rotation, q, inner)
+                update.project(keys[start:], values[start:])
+                attend(index, keys, values, update)
+                if progress is not None:
+                    progress(index + 1, config.num_layers)
+        finally:
+            ops.trim()
         ops.rmsnorm(x, self._norm, config.norm_eps, x)
         return x
 

@@ -116,6 +116,9 @@ class CpuOps(CacheOps):
 
     # Memory
 
+    def trim(self) -> None:
+        """Nothing: what is kept is small."""
+
     def reset_peak(self) -> bool:
         memory.release_freed()
         return memory.reset_peak()

@@ -22,6 +22,9 @@ _FEW_ROWS = 128
 """So many tokens are multiplied in the time that reading the weights takes, even twice: as 16-bit
 floats, and once more what those lost."""
 
+_KEPT_BYTES = 4 << 20
+"""Scratch arrays up to this size stay; what a decode step needs is smaller."""
+
 _DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
 
 
@@ -96,6 +99,11 @@ class CudaOps(CacheKernels):
     def end_uploads(self) -> None:
         """Give back what large uploads went through."""
         self.device.end_uploads()
+
+    def trim(self) -> None:
+        # What a captured program reads it holds itself.
+        for key in [key for key, held in self._buffers.items() if held.nbytes > _KEPT_BYTES]:
+            del self._buffers[key]
 
     def reset_peak(self) -> bool:
         return self.device.reset_peak()

@@ -98,6 +98,10 @@ class Ops(Protocol):
         """Make a weight matrix usable, kept in its stored type; a random one is made here."""
         ...
 
+    def trim(self) -> None:
+        """Give back the memory that only the computing of many tokens at once needs."""
+        ...
+
     def reset_peak(self) -> bool:
         """Begin to measure the peak anew; False where it can only be that of the whole process."""
         ...

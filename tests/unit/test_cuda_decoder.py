@@ -7,7 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kvrt.backends import cuda
 from kvrt.backends.cpu import CpuOps
+from kvrt.backends.cuda import CudaOps
 from kvrt.backends.ops import Linear, Ops
 from kvrt.kvstore import Geometry, KVSpec, KVStore
 from kvrt.models.decoder import Decoder
@@ -72,3 +74,22 @@ def test_weights_of_two_types_at_once(count: int, tolerance: float) -> None:
         assert np.linalg.norm(out - right) < tolerance * np.linalg.norm(right)
         ops.linear_add(x, layer, out)
         assert np.linalg.norm(out - 2 * right) < 2 * tolerance * np.linalg.norm(right)
+
+
+def test_large_scratch_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_KEPT_BYTES", 20_000)
+    ops = emulated_ops()
+    config = write_tiny_model(tmp_path, num_heads=2, num_kv_heads=1, head_dim=64)
+    decoder = Decoder(config, Weights.open(tmp_path, expected_tensors(config), ignored_tensor), ops)
+    store = KVStore(Geometry(config.num_layers, 1, 64), KVSpec.parse("f16"), ops, 256)
+    sizes: list[int] = []
+    attend_causal = CudaOps.attend_causal
+
+    def spy(self: CudaOps, *arguments: Any) -> None:
+        attend_causal(self, *arguments)
+        sizes.append(max(held.nbytes for held in self._buffers.values()))
+
+    monkeypatch.setattr(CudaOps, "attend_causal", spy)
+    decoder.prefill(list(range(200)), store)
+    assert max(sizes) > 20_000
+    assert all(held.nbytes <= 20_000 for held in ops._buffers.values())
