@@ -225,9 +225,12 @@ def open_model(choice: ModelChoice, remark: Callable[[str], None] = note) -> Mod
 
     `remark` is told where another cache format than the default one had to be taken.
     """
+    from ..backends import check_device
     from ..generate import load
     from .progress import loading_progress
 
+    if choice.device is not None:
+        check_device(choice.device)  # before anything is pulled
     name = default_model() if choice.model is None else choice.model
     kv, reason = _fitting(choice.kv, name) if choice.kv_is_default else (choice.kv, "")
     with loading_progress() as progress:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .errors import ContextFullError, OutOfMemoryError, UsageError
+from .errors import ContextFullError, OutOfMemoryError, UnsupportedError, UsageError
 from .generation import Generation, Run
 from .progress import Progress, Watched, silent
 from .sampler import Sampler, SamplingParams
@@ -253,6 +253,8 @@ def load(
     geometry = cache_geometry(config)
     spec.check(geometry, source.context_limit)
     device = default_device() if device is None else device
+    if device != "cpu":
+        check_gpu_format(geometry, spec)
     check_threads(device, threads)
     sampling = source.sampling()
     tokenizer = source.tokenizer()
@@ -307,6 +309,20 @@ def cache_geometry(config: ModelConfig) -> Geometry:
     )
 
 
+def check_gpu_format(geometry: Geometry, spec: KVSpec) -> None:
+    """Raise UnsupportedError for a cache format that only a CPU reads."""
+    from .backends.cpu_math import KINDS
+    from .backends.gpu_formats import check_readable
+
+    for sides in {spec.sides(layer) for layer in range(geometry.num_layers)}:
+        k, v = (side.codec for side in sides)
+        kinds = KINDS[k.exact_dtype], KINDS[v.exact_dtype]
+        try:
+            check_readable(geometry.head_dim, (k.number, v.number), kinds)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"cache format {spec}: {error}") from None
+
+
 def _store_maker(
     decoder: Decoder, limit: int, calibrations: Calibrations, debug: bool
 ) -> Callable[[KVSpec], KVStore]:
@@ -317,6 +333,8 @@ def _store_maker(
     biases = decoder.key_biases if config.has_constant_key_bias else None
 
     def new_store(spec: KVSpec) -> KVStore:
+        if decoder.ops.name == "cuda":
+            check_gpu_format(cache_geometry(config), spec)
         return KVStore(
             cache_geometry(config), spec, decoder.ops, limit,
             rotary=decoder.rotary, key_bias=biases,

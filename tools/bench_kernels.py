@@ -42,7 +42,7 @@ from kvrt.bench.gpu import device_of, gpu_fields, gpu_versions  # noqa: E402
 from kvrt.calibrate import normal_calibration  # noqa: E402
 from kvrt.cli.kv_options import Format, resolve_formats  # noqa: E402
 from kvrt.cli.ranges import parse_counts  # noqa: E402
-from kvrt.errors import KernelError, KvrtError  # noqa: E402
+from kvrt.errors import KernelError, KvrtError, UsageError  # noqa: E402
 from kvrt.kvstore import Geometry, KVStore, Rotary  # noqa: E402
 from kvrt.kvstore.stats import read_bytes  # noqa: E402
 
@@ -338,14 +338,15 @@ def main() -> None:
         options.vocab,
     )  # fmt: skip
     asked = [options.kv] if options.kv else []
-    formats = resolve_formats(asked, None, None, QUICK if options.quick else (*PRESETS, *FORMS))
     texts = options.contexts or ("8k,128k" if options.quick else "8k,32k,128k,512k")
-    contexts = parse_counts(texts, "--contexts", low=1)
     repetitions = max(options.repetitions, 11)
     try:
+        formats = resolve_formats(asked, None, None, QUICK if options.quick else (*PRESETS, *FORMS))
+        contexts = parse_counts(texts, "--contexts", low=1)
         ops = get_ops(options.device)
     except KvrtError as error:
-        sys.exit(str(error))
+        print(f"bench_kernels: error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
     device = device_of(ops)
     if device is None:
         sys.exit(

@@ -191,7 +191,7 @@ def goal_table(measured: Measured, goals: Row) -> str:
     for what, goal, found, share, reached in goal_lines(measured, goals):
         verdict = {None: "not measured", True: "reached", False: "**missed**"}[reached]
         lines.append([what, goal, found, share, verdict, goals["notes"].get(what, "")])
-    heads = ["what", "goal", "measured", "of bandwidth", "", "what limits it"]
+    heads = ["what", "goal", "measured", "of bandwidth", "result", "what limits it"]
     return f"Goals, on {goals['device']}:\n\n{table(heads, lines)}"
 
 
@@ -276,7 +276,7 @@ def _ratio(measured: Measured, ratio: Row) -> Line:
     goal = f"{ratio['most']:g} times at most"
     if not found:
         return ratio["what"], goal, "", "", None
-    words = f"{min(found):.3f} to {max(found):.3f} times"
+    words = " to ".join(dict.fromkeys(f"{x:.3f}" for x in (min(found), max(found)))) + " times"
     return ratio["what"], goal, words, "", max(found) <= ratio["most"]
 
 

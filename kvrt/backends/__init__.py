@@ -71,6 +71,8 @@ def doctor_cuda() -> list[tuple[str, bool, str]]:
 
 def check_device_name(device: str) -> None:
     """Raise UnsupportedError for what names no device; whether there is one is not asked."""
+    if not isinstance(device, str):
+        raise UsageError(f"device must be a name, {', '.join(DEVICES)}; got {device!r:.40}")
     if device != "cpu" and _CUDA.fullmatch(device) is None:
         raise UnsupportedError(
             f"device {device!r:.40} is not supported; what works: {', '.join(DEVICES)}"

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import UnsupportedError
 from . import view
-from .cpu_math import BF16, F32
+from .gpu_formats import BLOCK, DENSE, FP8, INTQ, NUQ, check_readable
 from .ops import PAGE_TOKENS
-
-DENSE, INTQ, BLOCK, FP8, NUQ = range(5)
-"""Codecs by their numbers (`kvstore.codecs`)."""
 
 QUERY_HEADS = 8
 """Query heads of one CTA; larger groups take several."""
@@ -39,14 +35,8 @@ def attend_defines(settings: Sequence[int]) -> dict[str, Any]:
     """
     row = [int(value) for value in settings]
     dim = row[view.DIM]
-    if row[view.KEY_KIND] == F32 or row[view.VALUE_KIND] == F32:
-        raise UnsupportedError("f32 caches are for the CPU; on a GPU f16 and bf16 work")
-    if (row[view.KEY_KIND] == BF16) != (row[view.VALUE_KIND] == BF16):
-        raise UnsupportedError("on a GPU, keys and values are both bf16 or neither is")
-    if dim % 16 or not 16 <= dim <= 256:
-        raise UnsupportedError(
-            f"on a GPU, head_dim must be a multiple of 16 up to 256, this cache has {dim}"
-        )
+    codecs = row[view.KEY_SIDE + view.CODEC], row[view.VALUE_SIDE + view.CODEC]
+    check_readable(dim, codecs, (row[view.KEY_KIND], row[view.VALUE_KIND]))
     defines: dict[str, Any] = {
         "HEAD_DIM": dim,
         "FORM": row[view.FORM],
@@ -56,9 +46,6 @@ def attend_defines(settings: Sequence[int]) -> dict[str, Any]:
         "K_BIAS": int(row[view.KEY_BIAS] != 0),
         "RUN_BYTES": row[view.RUN_BYTES],
     }
-    codecs = [row[view.KEY_SIDE + view.CODEC], row[view.VALUE_SIDE + view.CODEC]]
-    if (codecs[0] == DENSE) != (codecs[1] == DENSE):
-        raise UnsupportedError("on a GPU, keys and values are both packed or neither is")
     for letter, start, kind in (
         ("K", view.KEY_SIDE, row[view.KEY_KIND]),
         ("V", view.VALUE_SIDE, row[view.VALUE_KIND]),

@@ -45,7 +45,8 @@ def import_cupy() -> Any:
         cupy = importlib.import_module("cupy")
     except Exception as error:  # a broken installation raises what it likes
         missing = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
-        reason = "CuPy is not installed" if missing else f"CuPy cannot be imported ({error})"
+        broken = f"CuPy cannot be imported ({_one_line(error)})"
+        reason = "CuPy is not installed" if missing else broken
         raise UnsupportedError(f"no CUDA: {reason}: {nvrtc.INSTALL}") from error
     try:
         count = cupy.cuda.runtime.getDeviceCount()
@@ -294,14 +295,25 @@ def _checked(
 def get_device(index: int) -> CudaDevice:
     """The device of a number, always the same one, with a compiler for its kernels.
 
-    Raises UnsupportedError where one of them is missing.
+    Raises UnsupportedError where one of them is missing, or the device cannot be used now.
     """
-    device = CudaDevice(index)
+    try:
+        device = CudaDevice(index)
+        device.use()
+        device.available_bytes()  # makes a context, which a device in use by others may refuse
+    except UnsupportedError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(f"cuda:{index} cannot be used: {_one_line(error)}") from error
     try:
         nvrtc.find_compiler(newest=device.driver_version[0])
     except KernelError as error:
         raise UnsupportedError(str(error)) from error
     return device
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def describe() -> list[tuple[str, bool, str]]:
@@ -315,6 +327,8 @@ def describe() -> list[tuple[str, bool, str]]:
             lines.append(_describe_device(cupy, index))
     except UnsupportedError as error:
         lines.append(("CUDA device", False, str(error)))
+    except Exception as error:  # half an installation
+        lines.append(("CUDA device", False, f"CuPy does not work: {_one_line(error)}"))
     try:
         compiler = nvrtc.find_compiler()
         major, minor = compiler.version
@@ -331,6 +345,6 @@ def _describe_device(cupy: Any, index: int) -> tuple[str, bool, str]:
     except UnsupportedError as error:
         return f"cuda:{index}", False, str(error)
     except Exception as error:  # in use by someone alone, or broken
-        return f"cuda:{index}", False, f"cannot be used: {error}"
+        return f"cuda:{index}", False, f"cannot be used: {_one_line(error)}"
     words = f"{device.name}, {device.arch}, {free:.1f} of {total:.1f} GiB free"
     return f"cuda:{index}", True, words

@@ -214,10 +214,25 @@ def test_without_torch_or_its_gpu_there_is_no_peer(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:999", "tpu"])
-def test_it_is_for_a_gpu(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_it_is_for_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], device: str
+) -> None:
     monkeypatch.setattr(sys, "argv", ["bench_kernels.py", "--device", device])
-    with pytest.raises(SystemExit, match=device):
+    with pytest.raises(SystemExit) as exit_of:
         tool.main()
+    assert device in capsys.readouterr().err + str(exit_of.value)
+    assert exit_of.value.code not in (0, None)
+
+
+@pytest.mark.parametrize(("option", "value"), [("--kv", "nonsense"), ("--contexts", "x")])
+def test_wrong_usage_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_kernels.py", option, value])
+    with pytest.raises(SystemExit) as exit_of:
+        tool.main()
+    assert exit_of.value.code == 2
+    assert value in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("count", [1, 5, 64, 70])

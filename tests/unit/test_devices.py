@@ -22,6 +22,8 @@ from kvrt.backends import (
 from kvrt.backends.cuda import CudaOps
 from kvrt.cli.main import run
 from kvrt.errors import KernelError, UnsupportedError, UsageError
+from kvrt.generate import check_gpu_format
+from kvrt.kvstore import Geometry, KVSpec
 from tests.helpers.fake_cupy import FREE, TOTAL, FakeCupy, FakeGpu
 from tests.helpers.tiny_model import write_tiny_model
 
@@ -249,3 +251,57 @@ def test_doctor_names_the_default(monkeypatch: pytest.MonkeyPatch, capsys: Any) 
     for device in ("cpu", "cuda"):
         monkeypatch.setattr(backends, "default_device", lambda device=device: device)
         assert checks(capsys)["default device"]["detail"] == device
+
+
+@pytest.mark.parametrize("broken", ["use", "mem_info", "compute_capability", "__init__"])
+def test_a_device_that_cannot_be_used_is_no_default(
+    cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Busy, in exclusive mode, or half an installation."""
+
+    def fail(self: Any) -> None:
+        raise RuntimeError("cudaErrorDevicesUnavailable:\nbusy")
+
+    if broken == "__init__":
+        monkeypatch.setattr(FakeGpu, broken, fail_at_once)
+    else:
+        monkeypatch.setattr(FakeGpu, broken, fail if broken == "use" else property(fail))
+    cuda_device.get_device.cache_clear()
+    assert backends.default_device() == "cpu"
+    with pytest.raises(UnsupportedError, match=r"cuda:0 cannot be used: .*busy"):
+        backends.check_device("cuda")
+    if broken != "use":  # doctor looks without taking it
+        lines = cuda_device.describe()
+        assert any(not ok and "busy" in words for _, ok, words in lines)
+    cuda_device.get_device.cache_clear()
+
+
+def fail_at_once(self: FakeGpu, index: int) -> None:
+    raise RuntimeError("busy")
+
+
+@pytest.mark.parametrize("device", [1, True, b"cuda", ["cpu"], ("cuda", 0)])
+def test_a_device_that_is_no_name(device: Any) -> None:
+    with pytest.raises(UsageError, match="device must be a name"):
+        backends.check_device(device)
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        ("f32", "f32 caches are for the CPU"),
+        ("k=q8_0,v=f16", "both packed or neither"),
+        ("k=bf16,v=f16", "both bf16 or neither"),
+        ("f16,layers[1-1]=k=f16,v=q8_0", "both packed or neither"),
+    ],
+)
+def test_formats_that_a_gpu_does_not_read_are_refused_before_loading(spec: str, why: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"cache format .*{why}"):
+        check_gpu_format(Geometry(2, 2, 64), KVSpec.parse(spec))
+
+
+def test_heads_that_a_gpu_does_not_read() -> None:
+    for dim in (8, 72, 264):
+        with pytest.raises(UnsupportedError, match=f"head_dim must be.*has {dim}"):
+            check_gpu_format(Geometry(2, 2, dim), KVSpec.parse("f16"))
+    check_gpu_format(Geometry(2, 2, 80), KVSpec.parse("f16"))
