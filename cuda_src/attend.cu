@@ -38,6 +38,27 @@ KVRT_INLINE void mma_exact(float* sums, const u32 (&a)[4], u32 low, u32 high) {
 // Scores of 16 exact keys.
 KVRT_INLINE void exact_scores(float (&scores)[4], const u8* stage, const Query& query, const Tables& tables, int tile) {
   const int lane = threadIdx.x % WARP;
+#if FORM != VIEW_PRE
+  if (LESS_HIGH != 1 && TILES % 2 == 0) {
+    // Two tiles at a time of one half of the head: the query is in the order of registers that packed keys want.
+    // Matrices: tokens 0 ... 7 and 8 ... 15 of the first tile's channels, then of the second's.
+    const u8* rows = stage + lane % 16 * ROW_BYTES + lane / 16 * 16;
+    float high[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[i] = 0;
+#pragma unroll
+    for (int s = 0; s < TILES; s += 2) {
+      u32 a[4];
+      ptx::load_matrix4(a, rows + s * 16);
+      mma_exact(scores, a, query.low[s], query.low[s + 1]);
+      ptx::load_matrix4(a, rows + HALF * 2 + s * 16);
+      mma_exact(high, a, query.high[s], query.high[s + 1]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[i] += high[i] * LESS_HIGH;
+    return;
+  }
+#endif
   // Matrices: tokens 0 ... 7 and 8 ... 15 of the low half's channels, then of the high half's.
   const u8* rows = stage + lane % 16 * ROW_BYTES + lane / 16 * HALF * 2;
 #pragma unroll
@@ -53,16 +74,15 @@ KVRT_INLINE void exact_scores(float (&scores)[4], const u8* stage, const Query& 
 #elif FORM == VIEW_PRE
     turn_tile(a, tables.turn(tile, s));
 #endif
-    mma_exact(scores, a, query.low[s], query.high[s]);
+    mma_exact(scores, a, query.low[s], scale_half2(query.high[s], LESS_HIGH));
 #if K_KIND == 2
     mma_exact(scores, a, query.low_rest[s], query.high_rest[s]);
 #endif
   }
 }
 
-// sums += weights * 16 exact values.
-KVRT_INLINE void add_exact_values(float (&sums)[TILES][4], const u8* stage, u32 low, u32 high, u32 low_rest,
-                                  u32 high_rest) {
+// Weighted sums += weights * 16 exact values.
+KVRT_INLINE void add_exact_values(Softmax& state, const u8* stage, u32 low, u32 high, u32 low_rest, u32 high_rest) {
   const int lane = threadIdx.x % WARP;
   // Matrices: channels 0 ... 7 and 8 ... 15 of tokens 0 ... 7, then of tokens 8 ... 15.
   const u8* rows = stage + EXACT_TOKENS * ROW_BYTES + (lane % 8 + lane / 16 * 8) * ROW_BYTES + lane / 8 % 2 * 16;
@@ -70,21 +90,21 @@ KVRT_INLINE void add_exact_values(float (&sums)[TILES][4], const u8* stage, u32 
   for (int s = 0; s < TILES; ++s) {
     u32 a[4];
     ptx::load_matrix4_transposed(a, rows + s * 32);
-    mma_exact(sums[s], a, low, high);
+    if (V_RAW) {
+      float sum[4] = {0, 0, 0, 0};
+      mma_exact(sum, a, low, high);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) state.sums[s][i] += sum[i] * (1.0f / unit_of_sums(i));
+      continue;
+    }
+    mma_exact(state.sums[s], a, low, high);
 #if K_KIND == 2
-    mma_exact(sums[s], a, low_rest, high_rest);
+    mma_exact(state.sums[s], a, low_rest, high_rest);
 #endif
   }
-}
-
-// Weights of 16 tokens as B fragments.
-KVRT_INLINE void make_weights(u32& low, u32& high, const float (&weights)[4]) {
-#if K_KIND == 2
-  low = ptx::transpose8x8(ptx::pack_bfloat(weights[0], weights[1]));
-  high = ptx::transpose8x8(ptx::pack_bfloat(weights[2], weights[3]));
-#else
-  low = ptx::transpose8x8(ptx::pack_half(weights[0], weights[1]));
-  high = ptx::transpose8x8(ptx::pack_half(weights[2], weights[3]));
+#if V_CODEC == 1 || V_CODEC == 2
+  const u32 ones = lane / 4 < V_GROUPS ? 0 : ONES;
+  if (TOTAL_IN_TILE) ptx::mma_half(state.minima[0], ones, 0, ones, 0, low, high);
 #endif
 }
 
@@ -94,28 +114,38 @@ KVRT_INLINE void attend_exact(Softmax& state, const u8* stage, const Query& quer
   const int tile = int(unit.row) / EXACT_TOKENS % 4;  // of the block
   exact_scores(scores[0], stage, query, tables, tile);
   if (K_BIAS) add_bias(scores, tables, base, tile, unscale);
-  state.step<1>(scores, unscale, unit.low, unit.count);
-  u32 low, high, low_rest = 0, high_rest = 0;
-  make_weights(low, high, scores[0]);
+  Weighted<1> weighted;
+  state.step<1>(weighted, scores, Affine<1>(), unscale, unit.low, unit.count);
+  const u32 low = ptx::transpose8x8(weighted.rows[0][0]), high = ptx::transpose8x8(weighted.rows[0][1]);
+  u32 low_rest = 0, high_rest = 0;
 #if K_KIND == 2
-  const float2 a = ptx::unpack_bfloat(ptx::pack_bfloat(scores[0][0], scores[0][1]));
-  const float2 b = ptx::unpack_bfloat(ptx::pack_bfloat(scores[0][2], scores[0][3]));
-  const float rest[4] = {scores[0][0] - a.x, scores[0][1] - a.y, scores[0][2] - b.x, scores[0][3] - b.y};
-  make_weights(low_rest, high_rest, rest);
+  const float(&x)[4] = weighted.weights[0];
+  const float2 a = ptx::unpack_bfloat(weighted.rows[0][0]), b = ptx::unpack_bfloat(weighted.rows[0][1]);
+  low_rest = ptx::transpose8x8(ptx::pack_bfloat(x[0] - a.x, x[1] - a.y));
+  high_rest = ptx::transpose8x8(ptx::pack_bfloat(x[2] - b.x, x[3] - b.y));
 #endif
-  add_exact_values(state.sums, stage, low, high, low_rest, high_rest);
+  add_exact_values(state, stage, low, high, low_rest, high_rest);
 }
 
 #if K_CODEC != 0
-KVRT_INLINE void attend_page(Softmax& state, u8* run, const Query& query, const float (&unscale)[2], const Unit& unit,
+KVRT_INLINE void attend_page(Softmax& state, u8* run, const Query& query, const float (&unscale)[2], int unseen,
                              const i64* layer, int head, const Tables& tables, const float* base) {
   float scores[4][4];
-  page_scores(scores, run, query, tables, reinterpret_cast<const float*>(layer[VIEW_KEY_SIDE + VIEW_STATE]), head);
-  if (K_BIAS) add_bias(scores, tables, base, 0, unscale);
-  state.step<4>(scores, unscale, unit.low, unit.count);
+  Affine<4> affine;
+  page_scores(scores, affine, run, query, tables,
+              reinterpret_cast<const float*>(layer[VIEW_KEY_SIDE + VIEW_STATE]), head);
+  if (K_BIAS) {
+    affine.apply(scores);
+    add_bias(scores, tables, base, 0, unscale);
+  }
+  Weighted<4> weighted;
+  state.step<4>(weighted, scores, affine, unscale, unseen, PAGE_TOKENS);
   Weights weights;
 #pragma unroll
-  for (int j = 0; j < 4; ++j) make_weights(weights.low[j], weights.high[j], scores[j]);
+  for (int j = 0; j < 4; ++j) {
+    weights.low[j] = ptx::transpose8x8(weighted.rows[j][0]);
+    weights.high[j] = ptx::transpose8x8(weighted.rows[j][1]);
+  }
   add_page_values(state.sums, state.minima, run, weights, tables,
                   reinterpret_cast<const float*>(layer[VIEW_VALUE_SIDE + VIEW_STATE]), head);
 }
@@ -155,7 +185,7 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
   __shared__ int ticket;
   ptx::let_next_start();
   float* queries = reinterpret_cast<float*>(shared);  // (8, HEAD_DIM)
-  const Tables tables{shared + 8 * HEAD_DIM * 4};
+  const Tables tables{shared + 8 * HEAD_DIM * 4, 0x64006400u | u32(group) >> 31};
   u8* rings = tables.place + EXTRA_BYTES;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int tiles = (group + 7) / 8, head = blockIdx.y / tiles, tile = blockIdx.y % tiles;
@@ -178,8 +208,7 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
   for (int i = 0; i < STAGES; ++i) pages[i] = work.page(start + i * step);
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) {
-    if (asked < units) ring.fetch(i, work, Unit(work, asked), pages[i], layer, head);
-    ptx::commit_copies();
+    ring.fetch(i, work, asked, pages[i], layer, head);
     asked += step;
   }
   i64 next_page = pages[STAGES - 1];
@@ -196,39 +225,49 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
   Query query;
   float unscale[2];
   const float* factors = K_NORM ? reinterpret_cast<const float*>(layer[VIEW_KEY_NORM]) + head * HEAD_DIM : nullptr;
-  int made = -1, stage = 0;
+  const auto spread_unscale = [&] {
+    unscale[0] = __shfl_sync(ALL_LANES, query.unscale, lane % 4 * 8);
+    unscale[1] = __shfl_sync(ALL_LANES, query.unscale, lane % 4 * 8 + 4);
+  };
+  if (!BY_BLOCK && !K_NORM) {
+    make_query(query, queries, nullptr, nullptr);
+    spread_unscale();
+  }
+  int made = -1;
   for (int index = start; index < units; index += step) {
-    if (asked < units) ring.fetch(stage == 0 ? STAGES - 1 : stage - 1, work, Unit(work, asked), next_page, layer, head);
-    ptx::commit_copies();
+    ring.fetch(work, asked, next_page, layer, head);
     asked += step;
     next_page = work.page(asked);
 
-    const Unit unit(work, index);
-    u8* bytes = ring.stage(stage);
+    const bool packed = work.packed(index);
+    u8* bytes = ring.here;
     const float* base = reinterpret_cast<const float*>(bytes + UNIT_BYTES);
-    if (ANGLE_BYTES > 0) ring.wait(stage, unit);
-    if (unit.seen()) {
-      // The query is made anew where it is another: for each page, or for packed keys that were divided by factors.
-      const int wanted = BY_BLOCK ? unit.block : K_NORM && unit.packed;
-      if (wanted != made) {
-        if (BY_BLOCK && heads <= 4)
-          make_four(query, queries, base, unit.packed ? factors : nullptr);
-        else
-          make_query(query, queries, BY_BLOCK ? base : nullptr, unit.packed ? factors : nullptr);
-        unscale[0] = __shfl_sync(ALL_LANES, query.unscale, lane % 4 * 8);
-        unscale[1] = __shfl_sync(ALL_LANES, query.unscale, lane % 4 * 8 + 4);
-        made = wanted;
-      }
-      if (ANGLE_BYTES == 0) ring.wait(stage, unit);
-#if K_CODEC != 0
-      if (unit.packed)
-        attend_page(state, bytes, query, unscale, unit, layer, head, tables, base);
+    // The query is made anew where it is another: for each page, or for packed keys that were divided by factors.
+    const auto prepare = [&](int wanted) {
+      if ((!BY_BLOCK && !K_NORM) || wanted == made) return;
+      if (BY_BLOCK && heads <= 4)
+        make_four(query, queries, base, packed ? factors : nullptr);
       else
+        make_query(query, queries, BY_BLOCK ? base : nullptr, packed ? factors : nullptr);
+      spread_unscale();
+      made = wanted;
+    };
+    if (packed) {
+#if K_CODEC != 0
+      if (ANGLE_BYTES > 0) ring.wait(true);
+      prepare(BY_BLOCK ? work.block + index : K_NORM);
+      if (ANGLE_BYTES == 0) ring.wait(true);
+      attend_page(state, bytes, query, unscale, work.unseen(index), layer, head, tables, base);
 #endif
+    } else {
+      const Unit unit(work, index);
+      ring.wait(false);
+      if (unit.seen()) {
+        prepare(BY_BLOCK ? unit.block : 0);
         attend_exact(state, bytes, query, unscale, unit, tables, base);
+      }
     }
     ring.release();
-    if (++stage == STAGES) stage = 0;
   }
   ptx::wait_copies<0>();
   __syncwarp();

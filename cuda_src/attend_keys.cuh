@@ -5,6 +5,21 @@
 #pragma once
 #include "attend_outliers.cuh"
 
+// What scores are made of: what the tensor cores added up, times a factor that goes with the place in a tile, plus what
+// goes with the tile and the query head.
+template <int COUNT>
+struct Affine {
+  float factor[4] = {1, 1, 1, 1}, shift[COUNT][2] = {};
+
+  KVRT_INLINE void apply(float (&scores)[COUNT][4]) {
+#pragma unroll
+    for (int j = 0; j < COUNT; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[j][i] = scores[j][i] * factor[i] + shift[j][i & 1];
+    *this = Affine();
+  }
+};
+
 #if (K_CODEC == 1 || K_CODEC == 2) && FORM != VIEW_PRE
 // Uniform integers: code * scale + shift.
 static constexpr int K_LOW_BITS = K_BITS == 3 ? 2 : K_BITS;
@@ -24,14 +39,14 @@ KVRT_INLINE void add_codes(float (&sums)[4][4], const u8* codes, int s, u32 low,
 
 #if K_BY_ROWS
 // Scales go with channels, so they go into the query; so do minima, whose sum is the same for all tokens of a group.
-KVRT_INLINE void scores_by_channel(float (&scores)[4][4], const u8* run, const Query& query) {
+KVRT_INLINE void scores_by_channel(float (&scores)[4][4], Affine<4>& affine, const u8* run, const Query& query) {
   constexpr int TILES_A_GROUP = 4 / K_GROUPS;
   const int col = threadIdx.x % 4;
   const u8* codes = run + K_CODES_OFFSET;
   const uint2* scales = reinterpret_cast<const uint2*>(run + K_META_OFFSET);
 #pragma unroll
   for (int g = 0; g < K_GROUPS; ++g) {
-    float low_sums[4][4], high_sums[4][4], shift[4] = {0, 0, 0, 0};
+    float low_sums[4][4], high_sums[4][4], shift[4] = {0, 0, 0, 0}, shift_high[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int j = 0; j < 4; ++j)
 #pragma unroll
@@ -42,13 +57,18 @@ KVRT_INLINE void scores_by_channel(float (&scores)[4][4], const u8* run, const Q
       const u32 low_sign = scale.x & 0x80008000u, high_sign = scale.y & 0x80008000u;
       if (K_MODE == 2) scale = {scale.x & 0x7FFF7FFFu, scale.y & 0x7FFF7FFFu};
       const u32 low = ptx::mul_half2(query.low[s], scale.x), high = ptx::mul_half2(query.high[s], scale.y);
-      if (K_MINIMA) {
-        const uint2 minimum = scales[((K_GROUPS + g) * HEAD_DIM + 16 * s) / 4 + col];
-        ptx::mma_half(shift, minimum.x, minimum.x, minimum.y, minimum.y, query.low[s], query.high[s]);
+      if (K_MINIMA && s % 2 == 0) {
+        // Two tiles at a time, as they come from memory: rows 0 ... 7 are minima of the low half of the head, and want
+        // the query's low half, rows 8 ... 15 those of the high half. Registers need not be brought in order for that.
+        const bool two = s + 1 < TILES;
+        const int place = ((K_GROUPS + g) * HEAD_DIM + 16 * s) / 4 + col, t = two ? s + 1 : s;
+        const uint2 a = scales[place], b = two ? scales[place + 4] : uint2{0, 0};
+        ptx::mma_half(shift, a.x, a.y, b.x, b.y, query.low[s], query.low[t]);
+        ptx::mma_half(shift_high, a.x, a.y, b.x, b.y, query.high[s], query.high[t]);
       }
       if (K_CODEC == 2 || K_MODE != 0) {
         // Where a hybrid's scale is negative its group is asymmetric, and has no middle.
-        u32 low_middle = exact_half2(-K_MIDDLE), high_middle = low_middle;
+        u32 low_middle = exact_half2(-K_MIDDLE), high_middle = exact_half2(-K_MIDDLE * LESS_HIGH);
         if (K_MODE == 2) {
           low_middle &= ~((low_sign >> 15) * 0xFFFFu);
           high_middle &= ~((high_sign >> 15) * 0xFFFFu);
@@ -56,32 +76,40 @@ KVRT_INLINE void scores_by_channel(float (&scores)[4][4], const u8* run, const Q
         ptx::mma_half(shift, low_middle, low_middle, high_middle, high_middle, low, high);
       }
       using P = Plane<K_LOW_BITS>;
+      static_assert(P::HIGH_COLUMNS == LESS_HIGH, "the query is made for that");
       if (g == 0)
-        add_codes<K_LOW_BITS, 0, TILES_A_GROUP>(low_sums, codes, s, scale_half2(low, P::low_columns(s)),
-                                                scale_half2(high, P::high_columns(s)));
+        add_codes<K_LOW_BITS, 0, TILES_A_GROUP>(low_sums, codes, s, low, high);
       else
-        add_codes<K_LOW_BITS, 4 - TILES_A_GROUP, TILES_A_GROUP>(low_sums, codes, s,
-                                                                scale_half2(low, P::low_columns(s)),
-                                                                scale_half2(high, P::high_columns(s)));
+        add_codes<K_LOW_BITS, 4 - TILES_A_GROUP, TILES_A_GROUP>(low_sums, codes, s, low, high);
       if (K_BITS == 3) {
         using H = Plane<1>;
         const u8* plane = codes + Plane<2>::BYTES;
-        const u32 l = scale_half2(low, H::low_columns(s)), h = scale_half2(high, H::high_columns(s));
+        const u32 l = scale_half2(low, H::low_columns(s)), h = scale_half2(high, H::high_columns(s) * LESS_HIGH);
         if (g == 0)
           add_codes<1, 0, TILES_A_GROUP>(high_sums, plane, s, l, h);
         else
           add_codes<1, 4 - TILES_A_GROUP, TILES_A_GROUP>(high_sums, plane, s, l, h);
       }
     }
+    if (K_MINIMA)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) shift[h] += shift_high[2 + h] * LESS_HIGH;
 #pragma unroll
     for (int t = 0; t < TILES_A_GROUP; ++t) {
       const int j = g * TILES_A_GROUP + t;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[j][i] = shift[i];
-      add_weighted<K_LOW_BITS>(scores[j], low_sums[j], FROM_SUBNORMAL);
-      if (K_BITS == 3) add_weighted<1>(scores[j], high_sums[j], 4 * FROM_SUBNORMAL);
+      for (int i = 0; i < 4; ++i) {
+        scores[j][i] = low_sums[j][i];
+        // In units of the low plane.
+        constexpr float LOWER = 4 * Plane<K_LOW_BITS>::HIGH_ROWS / Plane<1>::HIGH_ROWS;
+        if (K_BITS == 3) scores[j][i] += high_sums[j][i] * (i < 2 ? 4.0f : LOWER);
+        affine.shift[j][i & 1] = shift[i & 1];
+      }
     }
   }
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    affine.factor[i] = i < 2 ? FROM_SUBNORMAL : FROM_SUBNORMAL / Plane<K_LOW_BITS>::HIGH_ROWS;
 }
 #else
 // Add one plane's sums over the channels of group g to scores.
@@ -167,18 +195,19 @@ KVRT_INLINE void scores_of_floats(float (&scores)[4][4], const u8* run, const Qu
 }
 #endif
 
-// Scores of a page; `state` is what the codec measured (fp8: a scale for each head).
-KVRT_INLINE void page_scores(float (&scores)[4][4], const u8* run, const Query& query, const Tables& tables,
-                             const float* state, int head) {
+// Scores of a page, once `affine` is applied; `state` is what the codec measured (fp8: a scale for each head).
+KVRT_INLINE void page_scores(float (&scores)[4][4], Affine<4>& affine, const u8* run, const Query& query,
+                             const Tables& tables, const float* state, int head) {
 #if K_CODEC == 4 || (K_CODEC != 0 && FORM == VIEW_PRE)
 #pragma unroll
   for (int j = 0; j < 4; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i) scores[j][i] = 0;
-  half_scores(scores, run, query, tables);
 #if K_CODEC == 4
   if (K_OUTLIERS > 0) add_key_outliers(scores, run, query, tables);
-#elif K_CODEC == 3
+#endif
+  half_scores(scores, run, query, tables);
+#if K_CODEC == 3
   const float factor = __ldg(state + head) * (K_E4M3 ? 256.0f : 1.0f);
 #pragma unroll
   for (int j = 0; j < 4; ++j)
@@ -188,7 +217,7 @@ KVRT_INLINE void page_scores(float (&scores)[4][4], const u8* run, const Query& 
 #elif K_CODEC == 3
   scores_of_floats(scores, run, query, __ldg(state + head));
 #elif K_CODEC != 0 && K_BY_ROWS
-  scores_by_channel(scores, run, query);
+  scores_by_channel(scores, affine, run, query);
 #elif K_CODEC != 0
   scores_by_token(scores, run, query);
 #endif

@@ -16,29 +16,33 @@ struct Levels {
   KVRT_INLINE void tile(u32 (&a)[4], const Codes<BITS>& codes, int j, int s) const {
     const u32 word = word_of(codes.first, j);
     if (BITS == 4) {
-      // Four nibbles of either half are the registers' codes.
-      find(a[0], a[1], word, 0x20);
-      find(a[2], a[3], word, 0x31);
-    } else {
-      u32 even = word & 0x33333333u, odd = word >> 2 & 0x33333333u;
-      if (BITS == 3) {
-        even |= codes.tops[j] << 2 & 0x44444444u;
-        odd |= codes.tops[j] & 0x44444444u;
-      }
+      // Four nibbles of either half are the registers' codes; a byte's sign is a code's highest bit.
+      const u32 nibbles = word & 0x77777777u, even = word << 4;
+      find(a[0], a[1], ptx::prmt(nibbles, 0, 0x20), ptx::prmt(even, word, 0xEAC8));
+      find(a[2], a[3], ptx::prmt(nibbles, 0, 0x31), ptx::prmt(even, word, 0xFBD9));
+    } else if (BITS == 3) {
+      const u32 even = (word & 0x33333333u) | (codes.tops[j] << 2 & 0x44444444u);
+      const u32 odd = (word >> 2 & 0x33333333u) | (codes.tops[j] & 0x44444444u);
       const u32 bytes = s & 1 ? 0x31 : 0x20;
-      find(a[0], a[2], even, bytes);
-      find(a[1], a[3], odd, bytes);
+      find(a[0], a[2], ptx::prmt(even, 0, bytes), 0);
+      find(a[1], a[3], ptx::prmt(odd, 0, bytes), 0);
+    } else {
+      // Both halves of tile s - s % 2, then those of the next. A level's bytes come together: the selectors are the
+      // code in the low table and the code in the high one. A product shifts, and in another pipe than prmt's.
+      const u32 bytes = ptx::prmt(word, 0, 0x3120);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const u32 field = bytes & 0x03030303u << 2 * r;
+        const unsigned long long selectors = field * (17ull << (16 - 2 * r)) + 0x404040400000ull;
+        a[r] = ptx::prmt(low.x, high.x, u32(selectors >> (s & 1 ? 32 : 16)));
+      }
     }
   }
 
  private:
-  // Levels of the nibbles that two bytes of a word have, one byte from either half of it.
-  KVRT_INLINE void find(u32& first, u32& second, u32 nibbles, u32 bytes) const {
-    u32 selector = ptx::prmt(nibbles, 0, bytes), upper = 0;
-    if (BITS == 4) {
-      upper = ptx::prmt(0x0000FF00u, 0, selector >> 3 & 0x1111u);  // all bits of a byte where the code is 8 or more
-      selector &= 0x7777u;
-    }
+  // Levels of four codes of three bits, one in a nibble; of four bits, those of 8 and more where `upper` has all bits
+  // of a byte.
+  KVRT_INLINE void find(u32& first, u32& second, u32 selector, u32 upper) const {
     u32 l = ptx::prmt(low.x, low.y, selector), h = ptx::prmt(high.x, high.y, selector);
     if (BITS == 4) {
       l = (l & ~upper) | (ptx::prmt(low.z, low.w, selector) & upper);

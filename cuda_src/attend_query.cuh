@@ -8,6 +8,13 @@
 static constexpr int TILES = HEAD_DIM / 16;  // k-steps of Q K, and tiles of 16 channels
 static constexpr int HALF = HEAD_DIM / 2;
 
+// How much less the high half of a head is in a Query, for codes of packed keys that weigh so much more there.
+#if FORM != VIEW_PRE && (K_CODEC == 1 || K_CODEC == 2) && K_BY_ROWS && K_BITS < 4
+static constexpr float LESS_HIGH = 16.0f;
+#else
+static constexpr float LESS_HIGH = 1.0f;
+#endif
+
 struct Query {
   u32 low[TILES], high[TILES];  // f16 (bf16: what rounds to it), scaled by a power of two so that halves are not wasted
 #if K_KIND == 2
@@ -106,10 +113,10 @@ KVRT_INLINE void make_query(Query& query, const float* q, const float* base, con
     }
   squares += __shfl_xor_sync(ALL_LANES, squares, 1);
   squares += __shfl_xor_sync(ALL_LANES, squares, 2);
-  const float scale = scale_of(squares, query.unscale);
+  const float scale = scale_of(squares, query.unscale), above = scale / LESS_HIGH;
 #pragma unroll
   for (int s = 0; s < TILES; ++s) {
-    const float a = x[s][0] * scale, b = x[s][1] * scale, c = x[TILES + s][0] * scale, d = x[TILES + s][1] * scale;
+    const float a = x[s][0] * scale, b = x[s][1] * scale, c = x[TILES + s][0] * above, d = x[TILES + s][1] * above;
 #if K_KIND == 2
     query.low[s] = ptx::pack_bfloat(a, b);
     query.high[s] = ptx::pack_bfloat(c, d);
@@ -146,12 +153,12 @@ KVRT_INLINE void make_four(Query& query, const float* q, const float* base, cons
   squares += __shfl_xor_sync(ALL_LANES, squares, 1);
   squares += __shfl_xor_sync(ALL_LANES, squares, 2);
   squares += __shfl_xor_sync(ALL_LANES, squares, 16);
-  const float scale = scale_of(squares, query.unscale);
+  const float scale = scale_of(squares, query.unscale), above = scale / LESS_HIGH;
   if (part) query.unscale = 0;
 #pragma unroll
   for (int t = 0; t < TILES / 2; ++t) {
     query.low[2 * t] = ptx::pack_half(x[t][0] * scale, x[t][1] * scale);
-    query.high[2 * t] = ptx::pack_half(x[TILES / 2 + t][0] * scale, x[TILES / 2 + t][1] * scale);
+    query.high[2 * t] = ptx::pack_half(x[TILES / 2 + t][0] * above, x[TILES / 2 + t][1] * above);
     query.low[2 * t + 1] = __shfl_xor_sync(ALL_LANES, query.low[2 * t], 16);
     query.high[2 * t + 1] = __shfl_xor_sync(ALL_LANES, query.high[2 * t], 16);
   }

@@ -3,17 +3,34 @@
 #include "attend_values.cuh"
 
 static constexpr float NOTHING = -1e30f;
-static constexpr float WEIGHT_BITS = 4.0f;  // weights are up to 2^4, so that small ones are not lost as halves
+// The largest weight is 2^WEIGHT_BITS when the maximum is taken, so that small ones are not lost as halves. It may grow
+// until a lane's weights of a page sum up to MOST_WEIGHT: products of weights (up to 256, or 16 where there are
+// outliers or the factor MORE_LOW) with scales up to 255 are halves.
+#if K_KIND == 2
+static constexpr float WEIGHT_BITS = -3.0f, MOST_WEIGHT = 2.0f;
+#else
+static constexpr bool SMALL_WEIGHTS = V_CODEC == 4 || MORE_LOW > 1;
+static constexpr float WEIGHT_BITS = SMALL_WEIGHTS ? 0.0f : 4.0f, MOST_WEIGHT = SMALL_WEIGHTS ? 16.0f : 256.0f;
+#endif
+
+// Weights of COUNT tiles of 16 tokens: as they are, and as two halves or bf16 of the query heads 2 (lane % 4) and the
+// next, of the rows lane / 4 and 8 further.
+template <int COUNT>
+struct Weighted {
+  float weights[COUNT][4];
+  u32 rows[COUNT][2];
+};
 
 // The running softmax of the query heads 2 (lane % 4) and the next.
 struct Softmax {
-  float peak[2] = {NOTHING, NOTHING}, total[2] = {0, 0};
-  float sums[TILES][4] = {}, minima[4] = {0, 0, 0, 0};
+  float peak[2] = {NOTHING, NOTHING}, total[2] = {0, 0};  // peak: a score that was the maximum at some time
+  float sums[TILES][4] = {}, minima[2][4] = {};
 
-  // Take up COUNT tiles of scores (times `unscale`, powers of two), of which the tokens low ... count - 1 are seen, at
-  // least one; they become weights.
+  // Take up COUNT tiles of scores (once `affine` is applied, times `unscale`, powers of two), of which the tokens
+  // low ... count - 1 are seen, at least one.
   template <int COUNT>
-  KVRT_INLINE void step(float (&scores)[COUNT][4], const float (&unscale)[2], int low, int count) {
+  KVRT_INLINE void step(Weighted<COUNT>& to, float (&scores)[COUNT][4], Affine<COUNT> affine,
+                        const float (&unscale)[2], int low, int count) {
     if (low > 0 || count < 16 * COUNT) {
       const int row = threadIdx.x % WARP / 4;
 #pragma unroll
@@ -24,40 +41,99 @@ struct Softmax {
           if (token < low || token >= count) scores[j][i] = NOTHING;
         }
     }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) affine.factor[i] *= unscale[i & 1];
+#pragma unroll
+    for (int j = 0; j < COUNT; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) affine.shift[j][h] *= unscale[h];
+    // The softmax is right with any peak. So a maximum, for which lanes wait for each other, is taken only where
+    // weights have become too large: for the first scores, and rarely afterwards.
+    weigh(to, scores, affine);
+    if (__any_sync(ALL_LANES, too_large(to))) {
+      affine.apply(scores);
+      raise(scores);
+      weigh(to, scores, affine);
+    }
+    if (!TOTAL_IN_TILE)
+#pragma unroll
+      for (int j = 0; j < COUNT; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) total[i & 1] += to.weights[j][i];
+  }
+
+ private:
+  template <int COUNT>
+  KVRT_INLINE void weigh(Weighted<COUNT>& to, const float (&scores)[COUNT][4], const Affine<COUNT>& affine) const {
+    const float base[2] = {WEIGHT_BITS - peak[0], WEIGHT_BITS - peak[1]};
+#pragma unroll
+    for (int j = 0; j < COUNT; ++j) {
+      const float shift[2] = {base[0] + affine.shift[j][0], base[1] + affine.shift[j][1]};
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        to.weights[j][i] = ptx::exp2(fmaf(scores[j][i], affine.factor[i], shift[i & 1]));
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+#if K_KIND == 2
+        to.rows[j][r] = ptx::pack_bfloat(to.weights[j][2 * r], to.weights[j][2 * r + 1]);
+#else
+        to.rows[j][r] = ptx::pack_half(to.weights[j][2 * r], to.weights[j][2 * r + 1]);
+#endif
+    }
+  }
+
+  // Whether a lane has weights that sum up to MOST_WEIGHT, infinity or NaN (bf16: one of that size).
+  template <int COUNT>
+  static KVRT_INLINE bool too_large(const Weighted<COUNT>& all) {
+    u32 sum[COUNT];
+#pragma unroll
+    for (int j = 0; j < COUNT; ++j)
+#if K_KIND == 2
+      sum[j] = all.rows[j][0] | all.rows[j][1];
+#else
+      sum[j] = ptx::add_half2(all.rows[j][0], all.rows[j][1]);
+#endif
+#pragma unroll
+    for (int n = COUNT / 2; n > 0; n /= 2)
+#pragma unroll
+      for (int j = 0; j < n; ++j)
+#if K_KIND == 2
+        sum[j] |= sum[j + n];
+#else
+        sum[j] = ptx::add_half2(sum[j], sum[j + n]);
+#endif
+    // What is 2 or more has the first bit of its exponent.
+    return (scale_half2(sum[0], 2.0f / MOST_WEIGHT) & 0x40004000u) != 0;
+  }
+
+  // Take the maximum of what came before and of these scores.
+  template <int COUNT>
+  KVRT_INLINE void raise(const float (&scores)[COUNT][4]) {
     // A NaN among the scores is no maximum, but it makes its weight a NaN.
     float top[2] = {fmaxf(scores[0][0], scores[0][2]), fmaxf(scores[0][1], scores[0][3])};
 #pragma unroll
     for (int j = 1; j < COUNT; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) top[i & 1] = fmaxf(top[i & 1], scores[j][i]);
+    float shrink[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
       for (int d = 4; d < WARP; d *= 2) top[h] = fmaxf(top[h], __shfl_xor_sync(ALL_LANES, top[h], d));
-      top[h] = fmaxf(top[h] * unscale[h], peak[h]);
+      top[h] = fmaxf(top[h], peak[h]);
+      shrink[h] = ptx::exp2(peak[h] - top[h]);
+      total[h] *= shrink[h];
+      peak[h] = top[h];
     }
-    if (__any_sync(ALL_LANES, top[0] > peak[0] || top[1] > peak[1])) {
-      const float shrink[2] = {ptx::exp2(peak[0] - top[0]), ptx::exp2(peak[1] - top[1])};
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        total[h] *= shrink[h];
-        peak[h] = top[h];
-      }
+    for (int s = 0; s < TILES; ++s)
 #pragma unroll
-      for (int s = 0; s < TILES; ++s)
+      for (int i = 0; i < 4; ++i) sums[s][i] *= shrink[i & 1];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums[s][i] *= shrink[i & 1];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) minima[i] *= shrink[i & 1];
+    for (int h = 0; h < 2; ++h) {
+      minima[0][h] *= shrink[h];
+      minima[1][2 + h] *= shrink[h];
     }
-    const float shift[2] = {WEIGHT_BITS - peak[0], WEIGHT_BITS - peak[1]};
-#pragma unroll
-    for (int j = 0; j < COUNT; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        scores[j][i] = ptx::exp2(scores[j][i] * unscale[i & 1] + shift[i & 1]);
-        total[i & 1] += scores[j][i];
-      }
   }
 };
 
@@ -67,21 +143,29 @@ static constexpr int STATE_FLOATS = 8 * PITCH + 16;
 
 KVRT_INLINE void write_state(float* place, Softmax& state, int heads) {
   const int lane = threadIdx.x % WARP, row = lane / 4, col = lane % 4;
-#if (V_CODEC == 1 || V_CODEC == 2) && V_BY_ROWS
-  // Row g of the tile of minima belongs to all channels of group g.
 #pragma unroll
   for (int s = 0; s < TILES; ++s)
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float shift = __shfl_sync(ALL_LANES, state.minima[h], 16 * s / V_GROUP * 4 + col);
+    for (int i = 0; i < 4; ++i) state.sums[s][i] *= unit_of_sums(i);
+#if (V_CODEC == 1 || V_CODEC == 2) && V_BY_ROWS
+  // Row g of the tiles of minima belongs to all channels of group g.
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float mine = state.minima[0][h] + state.minima[1][2 + h];
+    if (TOTAL_IN_TILE) state.total[h] = __shfl_sync(ALL_LANES, mine, 7 * 4 + col);
+#pragma unroll
+    for (int s = 0; s < TILES; ++s) {
+      const float shift = __shfl_sync(ALL_LANES, mine, 16 * s / V_GROUP * 4 + col);
       state.sums[s][h] += shift;
       state.sums[s][2 + h] += shift;
     }
+  }
 #endif
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
+    if (!TOTAL_IN_TILE)
 #pragma unroll
-    for (int d = 4; d < WARP; d *= 2) state.total[h] += __shfl_xor_sync(ALL_LANES, state.total[h], d);
+      for (int d = 4; d < WARP; d *= 2) state.total[h] += __shfl_xor_sync(ALL_LANES, state.total[h], d);
     const int head = 2 * col + h;
     if (head >= heads) continue;
     if (row == 0) {

@@ -32,13 +32,16 @@ static constexpr int K_LEVELS_AT = BIAS_AT + BIAS_BYTES;
 static constexpr int K_COLUMNS_AT = K_LEVELS_AT + (K_CODEC == 4 ? LEVELS_BYTES : 0);
 static constexpr int V_LEVELS_AT = K_COLUMNS_AT + K_COLUMNS_BYTES;
 static constexpr int WARPS_AT = V_LEVELS_AT + (V_CODEC == 4 ? LEVELS_BYTES : 0);
-static constexpr int QUERY_BYTES = K_OUTLIERS > 0 ? 8 * HEAD_DIM * 2 : 0, ENTRIES_BYTES = K_OUTLIERS * 8;
+static constexpr int QUERY_PITCH = HALF + 2;  // words: heads are not all in one bank, and pairs of words are whole
+static constexpr int QUERY_BYTES = K_OUTLIERS > 0 ? 8 * QUERY_PITCH * 4 : 0, ENTRIES_BYTES = K_OUTLIERS * 8;
 static constexpr int WEIGHTS_BYTES = V_OUTLIERS > 0 ? 8 * WEIGHTS_PITCH * 2 : 0;
 static constexpr int WARP_BYTES = QUERY_BYTES + ENTRIES_BYTES + WEIGHTS_BYTES;
 static_assert(WARPS_AT + WARPS * WARP_BYTES == EXTRA_BYTES, "attend_variant.py counts otherwise");
 
 struct Tables {
   u8* place;
+  // 1024 as two halves. To the compiler it is no constant, so it stays in a register instead of being moved there anew.
+  u32 thousand;
 
   // cos and sin of the offsets in a block, as A fragments: the halves of [j][s][lane] are cos of rows lane / 4 and + 8
   // for the channels that the lane holds of tile s, then sin.
@@ -53,7 +56,8 @@ struct Tables {
   KVRT_INLINE u32* columns() const { return reinterpret_cast<u32*>(place + K_COLUMNS_AT); }
   // Levels: 16 low bytes, 16 high bytes.
   KVRT_INLINE u8* levels(bool is_value) const { return place + (is_value ? V_LEVELS_AT : K_LEVELS_AT); }
-  // The warp's query, (8, HALF) pairs of halves; outliers of keys, (K_OUTLIERS,); weights, halves (8, WEIGHTS_PITCH).
+  // The warp's query, pairs of halves (8, QUERY_PITCH); outliers of keys, (K_OUTLIERS,); weights, halves
+  // (8, WEIGHTS_PITCH).
   KVRT_INLINE u32* query() const { return reinterpret_cast<u32*>(mine()); }
   KVRT_INLINE uint2* entries() const { return reinterpret_cast<uint2*>(mine() + QUERY_BYTES); }
   KVRT_INLINE u16* weights() const { return reinterpret_cast<u16*>(mine() + QUERY_BYTES + ENTRIES_BYTES); }

@@ -17,11 +17,13 @@ static constexpr bool BY_BLOCK = FORM != VIEW_POST;  // the query is another for
 static constexpr int ANGLE_BYTES = BY_BLOCK || K_BIAS ? HEAD_DIM * 4 : 0;  // those of the block, behind a unit's bytes
 static constexpr int STAGE_BYTES = UNIT_BYTES + ANGLE_BYTES;
 
-// The units of one head, in order: pages, tail, sinks. `first` is the first position that may be seen.
+// The units of one head, in order: pages, tail, sinks. `first` is the first position that may be seen; pages before it
+// do not count.
 struct Work {
   const i64* table;  // addresses of pages
   const u8* angles;  // of where blocks of 64 tokens begin, ANGLE_BYTES each
   int sinks, pages, tail_tokens, tail_slot, sink_rows, tail_rows, first;
+  int position, block;  // of the first page: that of its first token, and that in the table of angles
   int page_units, tail_units, units;
   i64 run, common;  // where the head's bytes, and those of all heads, are in a page
 
@@ -41,6 +43,11 @@ struct Work {
                  : 0;
     const int tokens = sinks + pages * PAGE_TOKENS + tail_tokens;
     first = window > 0 && tokens > window ? tokens - window : 0;
+    const int skipped = first > sink_rows ? min((first - sink_rows) / PAGE_TOKENS, pages) : 0;
+    table += skipped;
+    pages -= skipped;
+    position = sink_rows + skipped * PAGE_TOKENS;
+    block = (sinks + PAGE_TOKENS - 1) / PAGE_TOKENS + skipped;
     page_units = pages * (DENSE ? PAGE_TOKENS / EXACT_TOKENS : 1);
     tail_units = (tail_tokens + EXACT_TOKENS - 1) / EXACT_TOKENS;
     units = page_units + tail_units + (sinks + EXACT_TOKENS - 1) / EXACT_TOKENS;
@@ -49,28 +56,28 @@ struct Work {
   KVRT_INLINE i64 page(int index) const {
     return index < page_units ? __ldg(table + (DENSE ? index / (PAGE_TOKENS / EXACT_TOKENS) : index)) : 0;
   }
+  // Whether a unit is a packed page. The first such are not seen from here on.
+  KVRT_INLINE bool packed(int index) const { return !DENSE && index < page_units; }
+  KVRT_INLINE int unseen(int index) const { return index == 0 && first > position ? first - position : 0; }
 };
 
-// One unit: where its tokens are, and which of them count.
+// One unit of exact tokens: where they are, and which of them count.
 struct Unit {
-  bool paged, packed, sink;
+  bool paged, sink;
   int block;       // of 64 tokens, as the table of angles counts them
   int row;         // of the first token in its array, or in the page
   int low, count;  // rows low ... count - 1 are seen
 
   KVRT_INLINE Unit(const Work& work, int index) {
-    const int sink_blocks = (work.sinks + PAGE_TOKENS - 1) / PAGE_TOKENS;
-    int position, most = EXACT_TOKENS;
-    paged = index < work.page_units;
-    packed = paged && !DENSE;
+    int position;
+    paged = DENSE && index < work.page_units;
     sink = index >= work.page_units + work.tail_units;
     if (paged) {
-      const int page = DENSE ? index * EXACT_TOKENS / PAGE_TOKENS : index;
-      row = DENSE ? index * EXACT_TOKENS % PAGE_TOKENS : 0;
-      position = work.sink_rows + page * PAGE_TOKENS + row;
-      if (packed) most = PAGE_TOKENS;
-      count = most;
-      block = sink_blocks + page;
+      const int page = index * EXACT_TOKENS / PAGE_TOKENS;
+      row = index * EXACT_TOKENS % PAGE_TOKENS;
+      position = work.position + page * PAGE_TOKENS + row;
+      count = EXACT_TOKENS;
+      block = work.block + page;
     } else if (sink) {
       row = position = (index - work.page_units - work.tail_units) * EXACT_TOKENS;
       count = work.sinks - position;
@@ -79,11 +86,11 @@ struct Unit {
       const int done = (index - work.page_units) * EXACT_TOKENS;
       // The ring is whole pages long and the tail starts on a page's boundary: a unit never wraps.
       row = (work.tail_slot + done) % work.tail_rows;
-      position = work.sink_rows + work.pages * PAGE_TOKENS + done;
+      position = work.position + work.pages * PAGE_TOKENS + done;
       count = work.tail_tokens - done;
-      block = sink_blocks + work.pages + done / PAGE_TOKENS;
+      block = work.block + work.pages + done / PAGE_TOKENS;
     }
-    count = count < most ? count : most;
+    count = count < EXACT_TOKENS ? count : EXACT_TOKENS;
     const int unseen = work.first - position;
     low = unseen < 0 ? 0 : unseen > count ? count : unseen;
   }
@@ -98,14 +105,23 @@ struct Unit {
 #define KVRT_BULK_COPIES 0
 #endif
 #endif
+static constexpr bool BULK = KVRT_BULK_COPIES && !DENSE;
 
 // A warp's ring of units. Its lanes call everything together.
 struct Ring {
   u8* place;
-  u64* barriers;   // of the stages
-  u32 phases = 0;  // bit i: whether an odd number of pages has come into stage i
+  u64* barriers;  // of the stages
+  // The stage whose turn it is, and the one that is free: that of the unit before.
+  u8 *here, *free;
+  u64 *barrier, *free_barrier;
+  int turn = 0;
+  u32 phase = 0;  // of the barriers: a warp's pages come before its exact tokens, one a stage
 
   KVRT_INLINE Ring(u8* place, u64* barriers) : place(place), barriers(barriers) {
+    here = place;
+    barrier = barriers;
+    free = place + (STAGES - 1) * STAGE_BYTES;
+    free_barrier = barriers + STAGES - 1;
 #if KVRT_BULK_COPIES
     if (!DENSE && threadIdx.x % WARP == 0) {
 #pragma unroll
@@ -115,53 +131,77 @@ struct Ring {
     __syncwarp();
 #endif
   }
-  KVRT_INLINE u8* stage(int i) const { return place + i * STAGE_BYTES; }
 
-  // Ask for the bytes of a unit; `address` is that of its page. The caller commits after each call.
-  KVRT_INLINE void fetch(int i, const Work& work, const Unit& unit, i64 address, const i64* layer, int head) {
-    if (unit.seen()) {
-      if (unit.packed)
-        fetch_packed(i, work, reinterpret_cast<const u8*>(address), work.angles + i64(unit.block) * ANGLE_BYTES);
-      else
-        fetch_exact(stage(i), work, unit, reinterpret_cast<const u8*>(address), layer, head);
-    }
+  // Ask for the bytes of a unit, into stage i or into the free one; `address` is that of its page.
+  KVRT_INLINE void fetch(int i, const Work& work, int index, i64 address, const i64* layer, int head) const {
+    fetch_to(place + i * STAGE_BYTES, barriers + i, work, index, address, layer, head);
+  }
+  KVRT_INLINE void fetch(const Work& work, int index, i64 address, const i64* layer, int head) const {
+    fetch_to(free, free_barrier, work, index, address, layer, head);
   }
 
-  // Until all bytes of a stage are there, which was asked for STAGES - 1 calls ago.
-  KVRT_INLINE void wait(int i, const Unit& unit) {
+  // Until all bytes of the stage are there whose turn it is, which was asked for STAGES - 1 calls ago.
+  KVRT_INLINE void wait(bool packed) const {
 #if KVRT_BULK_COPIES
-    if (unit.packed && unit.seen()) {
-      ptx::barrier_wait(barriers + i, phases >> i & 1);
-      phases ^= 1u << i;
+    if (packed) {
+      ptx::barrier_wait(barrier, phase);
+      return;
     }
 #endif
-    ptx::wait_copies<STAGES - 1>();
+    // With two ways of copying, those of later units are not counted.
+    ptx::wait_copies<BULK ? 0 : STAGES - 1>();
     __syncwarp();
   }
 
-  // Its bytes are used: others may come.
+  // Its bytes are used: others may come. On to the next stage.
   KVRT_INLINE void release() {
 #if KVRT_BULK_COPIES
     if (V_SHARED_BYTES > 0) ptx::order_copies();  // add_value_outliers writes there
 #endif
     __syncwarp();
+    u8* next = free;
+    u64* next_barrier = free_barrier;
+    if (STAGES != 2) {
+      const bool first = barrier == barriers + STAGES - 1;
+      next = first ? place : here + STAGE_BYTES;
+      next_barrier = first ? barriers : barrier + 1;
+    }
+    free = here;
+    free_barrier = barrier;
+    here = next;
+    barrier = next_barrier;
+    if (++turn == STAGES) {
+      turn = 0;
+      phase ^= 1;
+    }
   }
 
  private:
+  KVRT_INLINE void fetch_to(u8* to, u64* arrival, const Work& work, int index, i64 address, const i64* layer,
+                            int head) const {
+    if (work.packed(index)) {
+      fetch_packed(to, arrival, work, reinterpret_cast<const u8*>(address), work.block + index);
+    } else if (index < work.units) {
+      const Unit unit(work, index);
+      if (unit.seen()) fetch_exact(to, work, unit, reinterpret_cast<const u8*>(address), layer, head);
+    }
+    if (!BULK || !work.packed(index)) ptx::commit_copies();
+  }
+
   KVRT_INLINE void copy(u8* to, const u8* from, int bytes) const {
     const int lane = threadIdx.x % WARP;
 #pragma unroll 4
     for (int n = lane; n < bytes / 16; n += WARP) ptx::copy_async16(to + n * 16, from + n * 16);
   }
 
-  KVRT_INLINE void fetch_packed(int i, const Work& work, const u8* page, const u8* angles) const {
-    u8* to = stage(i);
+  KVRT_INLINE void fetch_packed(u8* to, u64* arrival, const Work& work, const u8* page, int block) const {
+    const u8* angles = ANGLE_BYTES > 0 ? work.angles + i64(block) * ANGLE_BYTES : nullptr;
 #if KVRT_BULK_COPIES
     if (threadIdx.x % WARP == 0) {
-      ptx::barrier_expect(barriers + i, PACKED_BYTES + ANGLE_BYTES);
-      ptx::copy_bulk(to, page + work.run, RUN_BYTES, barriers + i);
-      if (V_SHARED_BYTES > 0) ptx::copy_bulk(to + RUN_BYTES, page + work.common, V_SHARED_BYTES, barriers + i);
-      if (ANGLE_BYTES > 0) ptx::copy_bulk(to + UNIT_BYTES, angles, ANGLE_BYTES, barriers + i);
+      ptx::barrier_expect(arrival, PACKED_BYTES + ANGLE_BYTES);
+      ptx::copy_bulk(to, page + work.run, RUN_BYTES, arrival);
+      if (V_SHARED_BYTES > 0) ptx::copy_bulk(to + RUN_BYTES, page + work.common, V_SHARED_BYTES, arrival);
+      if (ANGLE_BYTES > 0) ptx::copy_bulk(to + UNIT_BYTES, angles, ANGLE_BYTES, arrival);
     }
 #else
     copy(to, page + work.run, RUN_BYTES);

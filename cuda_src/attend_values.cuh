@@ -15,6 +15,29 @@ static constexpr int V_MIDDLE = V_CODEC == 2 ? 1 << (V_BITS - 1) : (1 << (V_BITS
 static constexpr int V_LOW_BITS = V_BITS == 3 ? 2 : V_BITS;
 static constexpr bool V_MINIMA = V_CODEC == 1 && V_MODE != 1;
 static constexpr bool V_CENTRED = V_CODEC == 2 || V_MODE != 0;
+// Whether sums are those of the codes as they are, for as long as they are not written (three bits are two sums).
+static constexpr bool V_RAW = V_BY_ROWS && V_BITS != 3;
+// How much more low tokens of a k-step weigh: codes of high ones have that factor already.
+static constexpr float MORE_LOW = V_RAW ? Plane<V_LOW_BITS>::HIGH_COLUMNS : 1.0f;
+// Whether rows of minima that no group wants are the sums of all weights.
+static constexpr bool TOTAL_IN_TILE = V_BY_ROWS && V_MINIMA && V_GROUPS < 8;
+#else
+static constexpr bool V_RAW = false, TOTAL_IN_TILE = false;
+static constexpr float MORE_LOW = 1.0f;
+#endif
+
+// Two minima of a row that is no group.
+KVRT_INLINE u32 unwanted_minimum() { return TOTAL_IN_TILE ? ONES : 0; }
+
+// What a unit of the sums i of a tile is.
+KVRT_INLINE float unit_of_sums(int i) {
+#if V_CODEC == 1 || V_CODEC == 2
+  if (V_RAW) return FROM_SUBNORMAL / MORE_LOW / (i < 2 ? 1.0f : Plane<V_LOW_BITS>::HIGH_ROWS);
+#endif
+  return 1.0f;
+}
+
+#if V_CODEC == 1 || V_CODEC == 2
 
 // sum += codes of tile s * B over the token tiles FIRST ... FIRST + COUNT - 1. `low`, `high` are B as it is.
 template <int BITS, int FIRST, int COUNT>
@@ -43,12 +66,21 @@ KVRT_INLINE void add_all_planes(float (&sum)[4], const u8* codes, int s, const u
 }
 
 #if V_BY_ROWS
-// Scales go with tokens, so they go into the weights. Minima are rows of one more tile, one for each group.
-KVRT_INLINE void add_values_by_token(float (&sums)[TILES][4], float (&minima)[4], const u8* run,
+// -middle as a field of a register, twice.
+KVRT_INLINE u32 minus_middle(float weight) { return (0x8000u | u32(V_MIDDLE * weight)) * 0x10001u; }
+
+// Scales go with tokens, so they go into the weights. Minima are rows of two more tiles, one for each group: rows
+// 0 ... 7 of the first are those of the low tokens of a k-step, rows 8 ... 15 of the second those of the high ones. So
+// registers need not be brought in order.
+KVRT_INLINE void add_values_by_token(float (&sums)[TILES][4], float (&minima)[2][4], const u8* run,
                                      const Weights& weights) {
+  using P = Plane<V_LOW_BITS>;
   const int row = threadIdx.x % WARP / 4, col = threadIdx.x % 4;
   const u8* codes = run + V_CODES_OFFSET;
   const uint2* scales = reinterpret_cast<const uint2*>(run + V_META_OFFSET);
+  u32 more[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) more[j] = scale_half2(weights.low[j], MORE_LOW);
 #pragma unroll
   for (int g = 0; g < V_GROUPS; ++g) {
     u32 low[4], high[4];
@@ -58,15 +90,16 @@ KVRT_INLINE void add_values_by_token(float (&sums)[TILES][4], float (&minima)[4]
       uint2 scale = scales[g * 16 + 4 * j + col];
       const u32 low_sign = scale.x & 0x80008000u, high_sign = scale.y & 0x80008000u;
       if (V_MODE == 2) scale = {scale.x & 0x7FFF7FFFu, scale.y & 0x7FFF7FFFu};
-      low[j] = ptx::mul_half2(weights.low[j], scale.x);
+      low[j] = ptx::mul_half2(more[j], scale.x);
       high[j] = ptx::mul_half2(weights.high[j], scale.y);
       if (V_CENTRED) {
-        u32 a = exact_half2(-V_MIDDLE), b = a;
-        if (V_MODE == 2) {
-          a &= ~((low_sign >> 15) * 0xFFFFu);
-          b &= ~((high_sign >> 15) * 0xFFFFu);
+        u32 a[4];
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          a[r] = V_RAW ? minus_middle(Codes<V_LOW_BITS>::weight(r)) : exact_half2(-V_MIDDLE);
+          if (V_MODE == 2) a[r] &= ~(((r < 2 ? low_sign : high_sign) >> 15) * 0xFFFFu);
         }
-        ptx::mma_half(middle, a, a, b, b, low[j], high[j]);
+        ptx::mma_half(middle, a[0], a[1], a[2], a[3], low[j], high[j]);
       }
     }
 #pragma unroll
@@ -75,15 +108,29 @@ KVRT_INLINE void add_values_by_token(float (&sums)[TILES][4], float (&minima)[4]
       if (V_CENTRED)
 #pragma unroll
         for (int n = 0; n < 4; ++n) sums[s][n] += middle[n];
-      add_all_planes<0, 4>(sums[s], codes, s, low, high);
+      if (V_RAW) {
+        const uint4 first = P::load(codes, s, 0), second = V_BITS == 8 ? P::load(codes, s, 1) : first;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          u32 a[4];
+          P::tile(a, word_of(first, j), word_of(second, j), s);
+          ptx::mma_half(sums[s], a[0], a[1], a[2], a[3], low[j], high[j]);
+        }
+      } else {
+        add_all_planes<0, 4>(sums[s], codes, s, low, high);
+      }
     }
   }
   if (V_MINIMA)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      uint2 minimum = {0, 0};
-      if (row < V_GROUPS) minimum = scales[(V_GROUPS + row) * 16 + 4 * j + col];
-      ptx::mma_half(minima, minimum.x, 0, minimum.y, 0, weights.low[j], weights.high[j]);
+    for (int j = 0; j < 4; j += 2) {
+      uint2 a = {unwanted_minimum(), unwanted_minimum()}, b = a;
+      if (row < V_GROUPS) {
+        a = scales[(V_GROUPS + row) * 16 + 4 * j + col];
+        b = scales[(V_GROUPS + row) * 16 + 4 * j + 4 + col];
+      }
+      ptx::mma_half(minima[0], a.x, a.y, b.x, b.y, weights.low[j], weights.low[j + 1]);
+      ptx::mma_half(minima[1], a.x, a.y, b.x, b.y, weights.high[j], weights.high[j + 1]);
     }
 }
 #else
@@ -175,7 +222,7 @@ KVRT_INLINE void add_level_values(float (&sums)[TILES][4], const u8* run, const 
 
 // sums += weights * values of a page; `minima` gathers what belongs to all channels of a group of them. Outliers in the
 // run are overwritten.
-KVRT_INLINE void add_page_values(float (&sums)[TILES][4], float (&minima)[4], u8* run, const Weights& weights,
+KVRT_INLINE void add_page_values(float (&sums)[TILES][4], float (&minima)[2][4], u8* run, const Weights& weights,
                                  const Tables& tables, const float* state, int head) {
 #if V_CODEC == 4
   add_level_values(sums, run, weights, tables);

@@ -83,7 +83,7 @@ struct Plane {
   static KVRT_INLINE u32 code(const u8* codes, int s, int j, int lane, int reg, int one) {
     const u8* place = codes + s / TILES_A_WORD * 512;
     int size = 16, first = s / TILES_A_WORD * TILES_A_WORD;
-    if (s / TILES_A_WORD >= WHOLE) {
+    if (TILES * BITS % 4 != 0 && s / TILES_A_WORD >= WHOLE) {
       place = codes + WHOLE * 512;
       first = WHOLE * TILES_A_WORD;
       while (true) {
@@ -152,14 +152,15 @@ static constexpr u32 ONES = 0x3C003C00u;  // two halves 1.0
 
 KVRT_INLINE u32 scale_half2(u32 x, float factor) { return factor == 1.0f ? x : ptx::mul_half2(x, exact_half2(factor)); }
 
-// Fields become halves: code - middle, exactly.
+// Fields become halves: code - middle, exactly. `thousand` are two halves 1024.
 template <int BITS>
-KVRT_INLINE void make_integers(u32 (&a)[4], int middle) {
+KVRT_INLINE void make_integers(u32 (&a)[4], int middle, u32 thousand) {
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     const float weight = Codes<BITS>::weight(r);
     // With the exponent of 1024 a field is 1024 + code * weight.
-    a[r] = ptx::fma_half2(a[r] | 0x64006400u, exact_half2(1.0f / weight), exact_half2(-1024.0f / weight - middle));
+    const u32 minus = exact_half2(-1024.0f / weight - middle) + (thousand - 0x64006400u);
+    a[r] = ptx::fma_half2(a[r] | thousand, exact_half2(1.0f / weight), minus);
   }
 }
 

@@ -80,7 +80,7 @@ def extra_bytes(defines: dict[str, Any], warps: int) -> int:
         size += _LEVELS + dim * 4
         slots = -(-defines["K_SLOTS"] // 16) * 16
         if slots:
-            size += warps * (QUERY_HEADS * dim * 2 + slots * 8)
+            size += warps * (QUERY_HEADS * (dim + 4) * 2 + slots * 8)
     if defines["V_CODEC"] == NUQ:
         size += _LEVELS
         if defines["V_SLOTS"]:

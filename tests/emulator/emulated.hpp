@@ -11,6 +11,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <type_traits>
 #include <ucontext.h>
 #include <vector>
@@ -27,9 +28,9 @@
 #define __launch_bounds__(...)
 #define KVRT_DYNAMIC_SHARED(name) unsigned char* const name = emulated::block().shared.data()
 
-struct uint2 { unsigned x, y; };
+struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
-struct float2 { float x, y; };
+struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct dim3 { unsigned x = 1, y = 1, z = 1; };
 
@@ -380,3 +381,5 @@ inline void store_relaxed4(float* place, const float4& v) { std::memcpy(place, &
 inline float2 load_relaxed2(const float* place) { return {place[0], place[1]}; }
 inline float4 load_relaxed4(const float* place) { return {place[0], place[1], place[2], place[3]}; }
 }  // namespace ptx
+
+#include "bulk_copies.hpp"

@@ -27,10 +27,11 @@ def make_store(
     bias: float = 0.0,
     outliers: float = 0.0,
     amplitude: float = 1.0,
+    size: float = 20.0,
 ) -> KVStore:
     """A store of one layer; keys have a bias of that spread, if any, and RoPE that amplitude.
 
-    `outliers`: how many of its numbers are twenty times as large.
+    `outliers`: how many of its numbers are `size` times as large.
     """
     rng = np.random.default_rng(tokens + dim)
     geometry = Geometry(1, kv_heads, dim, key_bias=bool(bias))
@@ -43,7 +44,7 @@ def make_store(
     with store.extending(tokens):
         rows = [make_rows(rng, tokens, kv_heads, dim) for _ in range(2)]
         for part in rows if outliers else ():
-            part[rng.random(part.shape) < outliers] *= 20
+            part[rng.random(part.shape) < outliers] *= size
         turned = np.repeat(left_out[None], tokens, axis=0)  # (tokens, kv_heads, dim)
         rows[0] += rotary.rotate(turned, np.arange(tokens))
         k, v = (ops.to_device(part) for part in rows)
@@ -64,10 +65,11 @@ def attend_both(
     window: int | None = None,
     splits: int = 3,
     spread: float = 1.0,
+    bulk: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """What the emulated kernel and the CPU's give: (heads, dim) f32 each.
 
-    Queries have that spread.
+    Queries have that spread. `bulk`: pages come by the copy engine, as from sm_90 on.
     """
     view = store.view(0)
     heads, dim = group * view.num_kv_heads, view.head_dim
@@ -78,7 +80,8 @@ def attend_both(
     ops.attend(q, view, scale, window, expected)
 
     defines = attend_defines(view.settings)
-    module = EmulatedModule("attend.cu", with_shape(defines, WARPS, STAGES))
+    shape = with_shape(defines, WARPS, STAGES)
+    module = EmulatedModule("attend.cu", {**shape, "KVRT_BULK_COPIES": int(bulk)})
     extent = view.extent
     lengths = np.array(
         [

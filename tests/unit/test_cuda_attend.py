@@ -62,6 +62,13 @@ def test_windows(ops: CpuOps, spec: str, window: int) -> None:
     assert error(*attend_both(ops, store, group=2, window=window)) < TOLERANCE
 
 
+@pytest.mark.parametrize("spec", ["kivi2", "f16"])
+def test_a_maximum_that_grows(ops: CpuOps, spec: str) -> None:
+    # One warp has many pages: weights of later ones are beyond a half until it is raised.
+    store = make_store(ops, spec, kv_heads=1, dim=64, tokens=900)
+    assert error(*attend_both(ops, store, group=4, splits=1, spread=20)) < TOLERANCE
+
+
 def test_a_nan_shows(ops: CpuOps) -> None:
     store = make_store(ops, "kvrt4", kv_heads=1, dim=64, tokens=100)
     row = ops.to_device(np.full((1, 1, 64), np.nan, np.float32))

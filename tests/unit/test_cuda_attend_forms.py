@@ -1,5 +1,6 @@
 """Keys before RoPE, a bias left out of them, non-uniform integers: attention, emulated."""
 
+import numpy as np
 import pytest
 
 from kvrt.backends.cpu import CpuOps
@@ -84,3 +85,33 @@ def test_groups(ops: CpuOps, spec: str, group: int) -> None:
 def test_lengths(ops: CpuOps, spec: str, tokens: int, window: int | None) -> None:
     store = make_store(ops, spec, kv_heads=1, dim=32, tokens=tokens, bias=2)
     assert error(*attend_both(ops, store, group=2, window=window, spread=0.3)) < TOLERANCE
+
+
+@pytest.mark.parametrize("spec", ["kvquant2:1%", "k=nuq4:1%,v=nuq4:1%"])
+def test_outliers_of_thousands(ops: CpuOps, spec: str) -> None:
+    # Times the query they are beyond what a half holds.
+    store = make_store(ops, spec, kv_heads=2, dim=64, tokens=200, outliers=0.003, size=250)
+    assert error(*attend_both(ops, store, group=2, spread=0.01)) < TOLERANCE
+
+
+@pytest.mark.parametrize("kv_heads", [1, 16])
+def test_outliers_of_few_and_of_many_heads(ops: CpuOps, kv_heads: int) -> None:
+    # Lanes read one unit of four slots, or two rounds of several.
+    store = make_store(ops, "kvquant2:1%", kv_heads, 112, tokens=129, outliers=0.005)
+    assert error(*attend_both(ops, store, group=1, spread=0.3)) < TOLERANCE
+
+
+BY_COPY_ENGINE = ["kvrt4", "kvquant2", "kvquant2:1%", "k=nuq4:1%,v=nuq3:1%"]
+
+
+@pytest.mark.parametrize("window", [None, 130])
+@pytest.mark.parametrize("spec", BY_COPY_ENGINE)
+def test_pages_by_the_copy_engine(ops: CpuOps, spec: str, window: int | None) -> None:
+    """The bits that copies by the lanes give. A warp has several pages: stages are used again."""
+    store = make_store(ops, spec, kv_heads=1, dim=64, tokens=800, outliers=0.005)
+    found = [
+        attend_both(ops, store, 3, window, splits=1, spread=0.3, bulk=bulk)[0]
+        for bulk in (True, False)
+    ]
+    np.testing.assert_array_equal(*found)
+    assert np.isfinite(found[0]).all()
