@@ -113,8 +113,7 @@ def bench_options(function: Callable[..., Any]) -> Callable[..., Any]:
                      help="Tokens of a prompt that go through all layers at a time.  "
                      "[default: the whole prompt]"),
         click.option("-ub", "--ubatch-size", "micro_batches", multiple=True, metavar="N,...",
-                     help="Tokens that projections and MLP take at a time.  "
-                     "[default: 256, on a GPU 2048]"),
+                     help="Tokens that the MLP takes at a time.  [default: 256, on a GPU 2048]"),
         click.option("-t", "--threads", multiple=True, metavar="N,...",
                      help="Threads of the CPU to compute with.  [default: all cores]"),
         click.option("--no-warmup", is_flag=True, help="Time the first run too."),

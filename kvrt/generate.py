@@ -232,7 +232,6 @@ def load(
         check_device,
         check_threads,
         default_device,
-        end_loading,
         get_ops,
     )
     from .backends.memory import release_freed
@@ -282,7 +281,7 @@ def load(
     except MemoryError as error:
         raise OutOfMemoryError(f"no memory for the weights of {path_or_name}: {error}") from error
     finally:
-        end_loading(ops)
+        ops.trim()
     progress("load", weights.nbytes, weights.nbytes)
     return Model(
         name=path_or_name,

@@ -252,7 +252,7 @@ class Decoder:
         rotation = self._rotation(start, len(ids))
         try:
             for index, layer in enumerate(self._layers):
-                update = Update(ops, config, layer, x, start, rotation, q, inner)
+                update = Update(ops, config, self._scale, layer, x, start, rotation, q, inner)
                 update.project(keys[start:], values[start:])
                 attend(index, keys, values, update)
                 if progress is not None:
@@ -284,7 +284,6 @@ class Decoder:
     def _stepping(self, token_id: int, store: KVStore) -> Iterator[None]:
         """Compute a token's logits; on leaving it counts as cached."""
         (checked,) = self._checked([token_id], store)
-        store.check_room(1)
         angles = self.rotary.table(np.array([len(store)]), self.rotary.amplitude)[0]
         with store.stepping(int(checked), angles):
             self._program(store)()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +44,7 @@ class Update:
 
     ops: Ops
     config: ModelConfig
+    scale: float
     layer: Layer
     x: Any
     start: int
@@ -54,12 +54,11 @@ class Update:
 
     def __call__(self, first: int, end: int, keys: Any, values: Any) -> None:
         ops, layer, config = self.ops, self.layer, self.config
-        scale = 1.0 / math.sqrt(config.head_dim)
         for rows in self._chunks(first, end):
             x, count = self.x[rows], rows.stop - rows.start
             q = self.queries(rows, self.q[:count])
             seen = self.start + rows.stop
-            ops.attend_causal(q, keys[:seen], values[:seen], scale, layer.window)
+            ops.attend_causal(q, keys[:seen], values[:seen], self.scale, layer.window)
             ops.linear_add(q.reshape(count, -1), layer.o, x)
             inner = self.inner[:count]
             ops.swiglu(x, layer.gate, layer.up, inner, norm=(layer.mlp_norm, config.norm_eps))

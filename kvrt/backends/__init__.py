@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import re
 from importlib import util
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from ..errors import UnsupportedError, UsageError
 from .ops import Ops
 
 if TYPE_CHECKING:
-    from .cuda import CudaOps
     from .cuda_device import CudaDevice
 
 DEVICES = ("cpu", "cuda", "cuda:N")
@@ -111,12 +110,6 @@ def available_memory(device: str) -> int:
 
         return available_bytes()
     return _cuda(device).available_bytes()
-
-
-def end_loading(ops: Ops) -> None:
-    """Give back what only the loading of weights needed."""
-    if ops.name == "cuda":
-        cast("CudaOps", ops).end_uploads()
 
 
 def _has_cupy() -> bool:

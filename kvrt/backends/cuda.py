@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from ..errors import KernelError
+from ..errors import KernelError, OutOfMemoryError
 from .checks import check_linear, check_rmsnorm, check_rope, check_swiglu
 from .cpu_math import F32, KINDS
 from .cuda_cache import CacheKernels, Device
@@ -57,11 +58,12 @@ class CudaOps(CacheKernels):
 
     def expect(self, count: int, nbytes: int) -> None:
         # The driver gives 2 MiB at least for each request; CuPy cuts what it has, in steps of 512.
-        # Freed at once, this is what it has.
-        self.empty((count * -(-nbytes // 512) * 512,), np.uint8)
+        # Freed at once, this is what it has. Without room for all there may be some for each.
+        with suppress(OutOfMemoryError):
+            self.empty((count * -(-nbytes // 512) * 512,), np.uint8)
 
     def to_device(self, array: np.ndarray) -> Array:
-        return self.device.upload(array)
+        return self.device.put(array)
 
     def to_host(self, array: Array, copy: bool = False) -> np.ndarray:
         return self.device.to_host(array)
@@ -91,16 +93,13 @@ class CudaOps(CacheKernels):
                 "random_rows", rows * cols, held, KINDS[dtype], rows * cols, low, high, array.scale
             )
         else:
-            held = self.to_device(array)
+            held = self.device.upload(array)
         return Matrix(held, self.address(held), KINDS[dtype], rows, cols)
 
     # Memory
 
-    def end_uploads(self) -> None:
-        """Give back what large uploads went through."""
-        self.device.end_uploads()
-
     def trim(self) -> None:
+        self.device.end_uploads()
         # What a captured program reads it holds itself.
         for key in [key for key, held in self._buffers.items() if held.nbytes > _KEPT_BYTES]:
             del self._buffers[key]
@@ -172,15 +171,9 @@ class CudaOps(CacheKernels):
             arguments += [0] * (12 - len(arguments))
             rows = sum(layer.weight.rows for layer in layers)
             self._project(
-                "linear",
-                kinds.pop(),
-                -(-rows // 2),
-                x,
-                cols,
-                *(norm or (0, 0.0)),
-                int(add),
+                "linear", kinds.pop(), -(-rows // 2), x, cols, *(norm or (0, 0.0)), int(add),
                 *arguments,
-            )
+            )  # fmt: skip
 
     def _normed(self, x: Array, norm: Norm | None) -> Array:
         """x (n, cols), or scratch with x normed."""

@@ -58,11 +58,15 @@ class DeviceMemory:
         """An array of zeros. Raises OutOfMemoryError."""
         return self._allocate(self.xp.zeros, shape, dtype)
 
-    def upload(self, array: Any) -> Any:
+    def put(self, array: Any) -> Any:
         """A contiguous array of the device with the same numbers. Raises OutOfMemoryError."""
+        held = self._allocate(self.xp.asarray, array)
+        return self._allocate(self.xp.ascontiguousarray, held)
+
+    def upload(self, array: Any) -> Any:
+        """Like `put`, but a large one goes through buffers that are kept until `end_uploads`."""
         if not isinstance(array, np.ndarray) or array.nbytes < LEAST_BYTES:
-            held = self._allocate(self.xp.asarray, array)
-            return self._allocate(self.xp.ascontiguousarray, held)
+            return self.put(array)
         held = self.empty(array.shape, array.dtype)
         if self._uploader is None:
             self._uploader = Uploader(self.xp)

@@ -82,7 +82,7 @@ class Ops(Protocol):
         ...
 
     def expect(self, count: int, nbytes: int) -> None:
-        """So many arrays of a size are about to be made: take their memory in one piece."""
+        """A hint: so many arrays of a size are about to be made, best in one piece of memory."""
         ...
 
     def to_device(self, array: np.ndarray) -> Array: ...
@@ -99,7 +99,7 @@ class Ops(Protocol):
         ...
 
     def trim(self) -> None:
-        """Give back the memory that only the computing of many tokens at once needs."""
+        """Give back memory that only loading, or computing many tokens at once, needs."""
         ...
 
     def reset_peak(self) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kvrt
-from kvrt.backends import available_memory, default_device, end_loading, get_ops
+from kvrt.backends import available_memory, default_device, get_ops
 from kvrt.backends.cuda import CudaOps
 from kvrt.cli.main import run
 from kvrt.errors import OutOfMemoryError, UsageError
@@ -161,12 +161,12 @@ def test_uploads_arrive(dtype: Any) -> None:
     assert isinstance(ops, CudaOps)
     bits = np.random.default_rng(0).integers(0, 256, 300 * MIB + 12, np.uint8)
     source = bits.view(dtype)
-    held = ops.to_device(source)
-    again = ops.to_device(source[: 70 * MIB])  # the buffers are in use
+    held = ops.device.upload(source)
+    again = ops.device.upload(source[: 70 * MIB])  # the buffers are in use
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        third = ops.to_device(source[: 2 * MIB])
+        third = ops.device.upload(source[: 2 * MIB])
         stream.synchronize()
-    end_loading(ops)
+    ops.trim()
     for array, whole in ((held, source), (again, source[: 70 * MIB]), (third, source[: 2 * MIB])):
         back = ops.to_host(array)
         assert back.dtype == whole.dtype

@@ -36,6 +36,9 @@ class EmulatedDevice:
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.zeros(shape, dtype)
 
+    def put(self, array: np.ndarray) -> np.ndarray:
+        return self.upload(array)
+
     def upload(self, array: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(array)
 

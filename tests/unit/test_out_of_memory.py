@@ -126,7 +126,7 @@ def test_memory_that_ends_while_loading(config: Any, tmp_path: Path, monkeypatch
 
     ended: list[str] = []
     monkeypatch.setattr("kvrt.backends.cpu.CpuOps.matrix", fail)
-    monkeypatch.setattr(backends, "end_loading", lambda ops: ended.append(ops.name))
+    monkeypatch.setattr("kvrt.backends.cpu.CpuOps.trim", lambda ops: ended.append(ops.name))
     with pytest.raises(OutOfMemoryError, match=r"no memory for the weights of .*m: Unable to"):
         kvrt.load(str(tmp_path / "m"), device="cpu")
     assert ended == ["cpu"]

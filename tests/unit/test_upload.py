@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kvrt.backends.cuda import CudaOps
 from kvrt.backends.cuda_device import CudaDevice
 from kvrt.backends.upload import BUFFER_BYTES, LEAST_BYTES, Uploader
 from kvrt.errors import OutOfMemoryError
@@ -141,3 +142,22 @@ def test_arrays_are_made_on_their_own_device(cupy: FakeCupy) -> None:
     for device in (second, first, second):
         device.empty((1,), np.uint8)
         assert FakeGpu.current == device.index
+
+
+def test_only_weights_are_worth_the_buffers(cupy: FakeCupy) -> None:
+    """Angles of a long prompt are large too; nobody would give the buffers back after it."""
+    ops = CudaOps(CudaDevice(0, cupy))
+    large = numbers(LEAST_BYTES)
+    assert np.array_equal(ops.to_device(large), large)
+    assert FakePinned.most == 0
+    held = ops.matrix(large.view(np.float16).reshape(1024, -1))
+    assert FakePinned.most == 2 * BUFFER_BYTES
+    ops.trim()
+    assert np.array_equal(held.array.view(np.uint8).reshape(-1), large)
+
+
+def test_a_hint_that_has_no_room_refuses_nothing(cupy: FakeCupy) -> None:
+    ops = CudaOps(CudaDevice(0, cupy))
+    cupy.pool.limit = 1000
+    ops.expect(16, 500)
+    assert ops.empty((900,), np.uint8).nbytes == 900
