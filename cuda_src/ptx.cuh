@@ -15,10 +15,12 @@ KVRT_INLINE float half_to_float(u16 h) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
   return x;
 }
+// The instruction for two: where only a byte of what that for one gives is stored, NVRTC 13.0 stores the number's
+// whole part instead.
 KVRT_INLINE u16 float_to_half(float x) {
-  u16 h;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
-  return h;
+  u32 h;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(h) : "f"(0.0f), "f"(x));
+  return u16(h);
 }
 KVRT_INLINE float bfloat_to_float(u16 b) { return __uint_as_float(u32(b) << 16); }
 // Round to nearest even; NaN stays NaN.

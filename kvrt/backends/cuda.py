@@ -19,9 +19,9 @@ from .view import TOKEN_ID, Extent
 _THREADS = 256
 """Of a block."""
 
-_FEW_ROWS = 128
+_FEW_ROWS, _FEW_PRODUCTS = 128, 2**31
 """So many tokens are multiplied in the time that reading the weights takes, even twice: as 16-bit
-floats, and once more what those lost."""
+floats, and once more what those lost. So are more of them, where it costs some microseconds."""
 
 _KEPT_BYTES = 4 << 20
 """Scratch arrays up to this size stay; what a decode step needs is smaller."""
@@ -157,7 +157,8 @@ class CudaOps(CacheKernels):
         kinds = {layer.weight.kind for layer in layers}
         if n > 1:
             x = self._normed(x, norm)
-            narrow = {kind: self._narrowed(x, kind) for kind in kinds}  # (n or 2 * n, cols)
+            rows = max(layer.weight.rows for layer in layers)
+            narrow = {kind: self._narrowed(x, kind, rows) for kind in kinds}  # (n or 2 * n, cols)
             for layer, out in zip(layers, outs, strict=True):
                 self._multiply(narrow[layer.weight.kind], layer, out, add)
         elif len(kinds) > 1:
@@ -227,11 +228,11 @@ class CudaOps(CacheKernels):
     def narrow(self, rows: Array, out: Array, kind: int) -> None:
         self._strided("narrow", -(-rows.size // 4), rows, rows.size, kind, out)
 
-    def _narrowed(self, x: Array, kind: int) -> Array:
-        """x (n, cols) f32 as the floats of a weight; few rows with what they lost below them."""
+    def _narrowed(self, x: Array, kind: int, rows: int) -> Array:
+        """x (n, cols) f32 as the floats of a weight (rows, cols); few with what they lost below."""
         if kind == F32:
             return x
-        if len(x) > _FEW_ROWS:
+        if len(x) > _FEW_ROWS and x.size * rows > _FEW_PRODUCTS:
             out = self._scratch("narrowed", x.shape, _DTYPES[kind])
             self.narrow(x, out, kind)
         else:

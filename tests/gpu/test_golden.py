@@ -12,7 +12,7 @@ from tests.model.test_golden import PROMPTS
 
 pytestmark = pytest.mark.model
 
-LOGITS = Tolerance(2e-2, 0.0, "prefill multiplies activations rounded to 16 bits")
+LOGITS = Tolerance(2e-2, 0.0, "long prompts multiply activations rounded to 16 bits")
 
 
 @pytest.fixture(scope="module")
