@@ -88,7 +88,7 @@ def eval_options(function: Function) -> Function:
         config = _config(name)
         chosen, longest = bool(kv or kv_k or kv_v), config.max_context
         fitting = fitting_formats(formats, cache_geometry(config), longest, chosen)
-        choice = ModelChoice(name, "f32", None, device, threads, calibration)
+        choice = ModelChoice(name, "f16", None, device, threads, calibration)
         return function(job=Job(choice, config, fitting, named, output), **rest)
 
     wrapped: Any = common_options(call)

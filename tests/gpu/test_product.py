@@ -103,6 +103,17 @@ def test_chat_through_a_pipe(tiny: str) -> None:
     assert " on cuda:0, " in done.stderr and "peak" in done.stderr
 
 
+@pytest.mark.parametrize("words", [["ppl"], ["kld"]])
+def test_quality_is_measured(tiny: str, tmp_path: Path, words: list[str], capsys: Any) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("A fox is quick. " * 40)
+    command = ["eval", *words, "-m", tiny, "--device", "cuda", "--text", str(text), "--json"]
+    command += ["--context", "128", "--max-tokens", "256", "--kv", "f16,kvrt2"]
+    assert run(command) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["kv"] for row in rows] == ["f16", "kvrt2"]
+
+
 # --- what it computes ---
 
 

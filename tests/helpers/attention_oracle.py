@@ -13,12 +13,18 @@ class Attended(NamedTuple):
 
 
 def attended(
-    q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, window: int | None = None
+    q: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    scale: float,
+    window: int | None = None,
+    roundings: int = 1,
 ) -> Attended:
     """One query (heads, head_dim) over keys, values (n, kv_heads, head_dim) after RoPE.
 
     The loss is that of independent relative errors of 2^-12 of each number of the query, of each
-    key, value and weight: to first order, from the derivatives of softmax(q k scale) v.
+    key, value and weight: to first order, from the derivatives of softmax(q k scale) v. Keys are
+    rounded so many times on their way, together with all of a channel or one by one.
     """
     first = 0 if window is None else max(len(keys) - window, 0)
     group = len(q) // keys.shape[1]
@@ -30,8 +36,8 @@ def attended(
         weights /= weights.sum()
         out = weights @ v
         moved = weights[:, None] * (v - out)  # (n, head_dim): d out / d score
-        squares += (query**2) @ ((k.T @ moved) ** 2).sum(1)
-        squares += ((k * query) ** 2).sum(1) @ (moved**2).sum(1)
+        squares += roundings * (query**2) @ ((k.T @ moved) ** 2).sum(1)
+        squares += roundings * ((k * query) ** 2).sum(1) @ (moved**2).sum(1)
         squares += (moved**2).sum() + weights**2 @ (v**2).sum(1)
         outs.append(out)
     return Attended(np.stack(outs), 2.0**-12 * float(np.sqrt(squares)))
