@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from time import perf_counter
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 LOGIT_ROWS = 128
 """Logits are made for so many tokens at a time: 24 MiB with a vocabulary of 49,152 tokens."""
+
+_SCORED_ROWS = 16
+"""Of these, a thread scores so many; on a GPU's machine this would take longer than the model."""
 
 
 @dataclass(frozen=True)
@@ -91,32 +95,31 @@ def measure_quality(
     def layers(layer: int, layers: int) -> None:
         progress("measure", done + context * layer // layers, total)
 
-    for window in windows:
-        hidden = []
-        for run in passes:
-            hidden.append(run.hidden(model, window[:-1], layers))  # (context - 1, hidden_size)
-            done += context
-        _score(model, passes, hidden, window[1:])
+    with ThreadPoolExecutor() as pool:
+        for window in windows:
+            hidden = []
+            for run in passes:
+                hidden.append(run.hidden(model, window[:-1], layers))  # (context - 1, hidden_size)
+                done += context
+            _score(model, passes, hidden, window[1:], pool)
     exact = passes[0].quality(passes[0])
     return exact, [run.quality(passes[0]) for run in passes[1:]]
 
 
-def _score(model: Model, passes: Sequence[_Pass], hidden: Sequence[Any], targets: Any) -> None:
+def _score(
+    model: Model, passes: Sequence[_Pass], hidden: Sequence[Any], targets: Any, pool: Executor
+) -> None:
     """Add the scores of one window; hidden rows (n, hidden_size) of each pass, targets (n,)."""
     sums = np.zeros((len(passes), 3))  # nll, kld, top-1 hits
     for start in range(0, len(targets), LOGIT_ROWS):
         rows = slice(start, start + LOGIT_ROWS)
-        exact: Predictions | None = None
+        wanted = _parts(targets[rows])
+        exact: list[Predictions] = []
         for run, states, out in zip(passes, hidden, sums):
             started = perf_counter()
-            predictions = Predictions(model.decoder.logits(states[rows]))
-            if exact is None:
-                exact = predictions
-            out += (
-                predictions.nll(targets[rows]).sum(),
-                predictions.divergence(exact).sum(),
-                (predictions.likeliest == exact.likeliest).sum(),
-            )
+            found = list(pool.map(Predictions, _parts(model.decoder.logits(states[rows]))))
+            exact = exact or found
+            out += sum(pool.map(Predictions.scores, found, wanted, exact))
             run.seconds += perf_counter() - started
     for run, out in zip(passes, sums):
         if not np.isfinite(out).all():
@@ -124,6 +127,10 @@ def _score(model: Model, passes: Sequence[_Pass], hidden: Sequence[Any], targets
             raise CodecError(f"{what} gives logits that are not finite")
         run.windows.append(out / len(targets))
         run.tokens += len(targets)
+
+
+def _parts(rows: np.ndarray) -> list[np.ndarray]:
+    return [rows[i : i + _SCORED_ROWS] for i in range(0, len(rows), _SCORED_ROWS)]
 
 
 class _Pass:
@@ -192,6 +199,11 @@ class Predictions:
     @cached_property
     def _probabilities(self) -> np.ndarray:
         return np.exp(self.logits - self._log_total[:, None].astype(np.float32))  # (n, vocab) f32
+
+    def scores(self, targets: np.ndarray, exact: Predictions) -> np.ndarray:
+        """Sums (3,) f64 over the tokens that came, (n,) i64: nll, divergence, top-1 hits."""
+        hits = (self.likeliest == exact.likeliest).sum()
+        return np.array([self.nll(targets).sum(), self.divergence(exact).sum(), hits])
 
     def nll(self, targets: np.ndarray) -> np.ndarray:
         """Negative log-likelihoods (n,) f64 of the tokens that came, (n,) i64."""

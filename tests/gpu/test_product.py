@@ -28,8 +28,11 @@ GREEDY = SamplingParams(temperature=0.0)
 SYNTHETIC = "synthetic:smollm2-135m"
 MIB = 1 << 20
 
-# Of a logit, whose standard deviation is about 1: weights, queries and keys of prefill are halves.
+# Of a logit, whose standard deviation is about 1: queries, keys and weights of attention in prefill
+# are halves. What differs by so little may round to another code, a third of a group's range away
+# with 2 bits.
 TOLERANCE = 0.03
+TWO_BITS = 0.05
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +120,10 @@ def test_quality_is_measured(tiny: str, tmp_path: Path, words: list[str], capsys
 # --- what it computes ---
 
 
-@pytest.mark.parametrize("kv", ["f16", "kvrt4", "kivi2"])
-def test_greedy_tokens_are_the_cpus(kv: str) -> None:
+@pytest.mark.parametrize(
+    "kv, tolerance", [("f16", TOLERANCE), ("kvrt4", TOLERANCE), ("kivi2", TWO_BITS)]
+)
+def test_greedy_tokens_are_the_cpus(kv: str, tolerance: float) -> None:
     """Wherever the two likeliest are not too close to tell, on the CPU's own text."""
     prompt, count = ids_of(300), 40
     cpu = kvrt.load(SYNTHETIC, device="cpu", kv=kv)
@@ -129,9 +134,9 @@ def test_greedy_tokens_are_the_cpus(kv: str) -> None:
     mine, theirs = gpu.decoder.prefill(prompt, other), cpu.decoder.prefill(prompt, store)
     clear = []
     for at, token in enumerate(expected):
-        assert np.abs(mine - theirs).max() < TOLERANCE
+        assert np.abs(mine - theirs).max() < tolerance
         second, first = np.partition(theirs, -2)[-2:]
-        if first - second > 2 * TOLERANCE:
+        if first - second > 2 * tolerance:
             clear.append(at)
             assert mine.argmax() == token
         mine, theirs = gpu.decoder.decode(token, other), cpu.decoder.decode(token, store)
