@@ -85,11 +85,6 @@ extern "C" __global__ void sum_parts(const float* parts, i64 count, int add, flo
   }
 }
 
-// out (count) f32 = stored floats of `kind`. Strided.
-extern "C" __global__ void widen(const u8* stored, i64 count, int kind, float* out) {
-  for (i64 i = first_item(); i < count; i += all_threads()) out[i] = read_stored(stored, i, kind);
-}
-
 // x (count / cols, cols) += bias (cols). Strided.
 extern "C" __global__ void add_bias(float* x, const float* bias, i64 count, int cols) {
   for (i64 i = first_item(); i < count; i += all_threads()) x[i] += bias[i % cols];

@@ -182,6 +182,6 @@ def test_a_driver_without_the_call_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def test_emulated_kernels_run_one_after_the_other() -> None:
-    x, out = np.arange(4, dtype=np.float32), np.zeros(4, np.float32)
-    EmulatedModule("layers.cu").launch("widen", (1,), (32,), x, 4, 0, out, overlap=True)
-    np.testing.assert_array_equal(out, x)
+    x, bias = np.zeros(4, np.float32), np.arange(4, dtype=np.float32)
+    EmulatedModule("layers.cu").launch("add_bias", (1,), (32,), x, bias, 4, 4, overlap=True)
+    np.testing.assert_array_equal(x, bias)
