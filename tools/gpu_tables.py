@@ -1,7 +1,8 @@
 """The README's section on the GPU: what was measured, beside other runtimes and beside the goals.
 
 kernels.jsonl has the rows of tools/bench_kernels.py, gpu.jsonl those of `kvrt bench -o jsonl`, of
-the same device; of rows that measure the same thing the last one counts. goals.json has what was
+the same device; of rows that measure the same thing the last one counts. quality.jsonl and
+quality_gpu.jsonl have perplexities by format (tools/quality.py). goals.json has what was
 to be reached, what others reached, and in `notes` what limits a number that misses its goal.
 Without rows there is no section.
 """
@@ -29,7 +30,8 @@ def section(results: Path) -> str:
     if not kernels and not runs:
         return ""
     goals = json.loads((results / "goals.json").read_text())
-    measured = Measured(kernels, runs)
+    measured = Measured(kernels, runs, _rows(results / "quality.jsonl"),
+                        _rows(results / "quality_gpu.jsonl"))  # fmt: skip
     parts = [measured.heading(), measured.attention(goals), measured.decoding(goals),
              measured.peaks(), goal_table(measured, goals)]  # fmt: skip
     return "\n\n".join(part for part in parts if part)
@@ -49,7 +51,13 @@ def table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 class Measured:
     """The last row of each thing that was measured, on the device that was measured last."""
 
-    def __init__(self, kernels: Sequence[Row], runs: Sequence[Row]) -> None:
+    def __init__(
+        self,
+        kernels: Sequence[Row],
+        runs: Sequence[Row],
+        on_cpu: Sequence[Row] = (),
+        on_gpu: Sequence[Row] = (),
+    ) -> None:
         self.facts = max([*kernels, *runs], key=lambda row: row["date"])
         kernels, runs = (
             [row for row in rows if row["device"] == self.facts["device"]]
@@ -74,6 +82,12 @@ class Measured:
         }
         self.scans = {(row["kv"], row["context"]): row for row in own if "context" in row}
         self.all_scans = [row for row in runs if "context" in row]
+        cpu, gpu = ({row["kv"]: row for row in rows} for rows in (on_cpu, on_gpu))
+        self.perplexities = {
+            name: gpu[name]["ppl"] / cpu[name]["ppl"] - 1
+            for name in gpu
+            if name in cpu and _same_text(gpu[name], cpu[name])
+        }
 
     def heading(self) -> str:
         facts = self.facts
@@ -161,6 +175,10 @@ class Measured:
         return 1000 * (own[last] - own[first]) / (last - first)
 
 
+def _same_text(one: Row, other: Row) -> bool:
+    return all(one[key] == other[key] for key in ("model", "text_sha256", "context", "tokens"))
+
+
 def _peer_lines(
     peers: Row, places: Sequence[int], before: Sequence[str], after: Sequence[str] = ()
 ) -> list[list[str]]:
@@ -220,6 +238,7 @@ def goal_lines(measured: Measured, goals: Row) -> Iterator[Line]:
     yield _beside(measured)
     for million in goals["million"]:
         yield _million(measured, million)
+    yield _perplexities(measured, goals["perplexity_percent"])
 
 
 def _compared(
@@ -343,3 +362,13 @@ def _million(measured: Measured, million: Row) -> Line:
     row = rows[-1]
     words = f"{_gb(row['peak_bytes'])}, {row['decode_us'] / 1e3:.1f} ms a token"
     return what, goal, words, f"{row['read_share']:.0%}", row["peak_bytes"] <= million["bytes"]
+
+
+def _perplexities(measured: Measured, most: float) -> Line:
+    what, goal = "perplexity beside the CPU's, every format", f"within {most:g} %"
+    found = {name: 100 * change for name, change in measured.perplexities.items()}
+    if not found:
+        return what, goal, "", "", None
+    name = max(found, key=lambda name: abs(found[name]))
+    words = f"{found[name]:+.2f} % at most, of {len(found)} ({name})"
+    return what, goal, words, "", abs(found[name]) <= most

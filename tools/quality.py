@@ -1,8 +1,8 @@
 """What cache formats cost in quality, kept: `python tools/quality.py --text FILE --title WORDS`.
 
-Runs what `kvrt eval kld` runs, and appends one JSON line for each format to
+Runs what `kvrt eval kld` runs on the CPU, and appends one JSON line for each format to
 tools/results/quality.jsonl. With --rows FILE it takes the rows from the output of `kvrt eval kld
---json` instead.
+--json` instead; with --device WORDS too, where that ran: those of a GPU go to quality_gpu.jsonl.
 """
 
 import argparse
@@ -38,6 +38,7 @@ FORMATS = (
 
 def evaluated(text: Path, formats: list[str], options: list[str]) -> dict:
     command = [sys.executable, "-m", "kvrt", "eval", "kld", "--text", str(text), "--json", *options]
+    command += ["--device", "cpu"]
     for name in formats:
         command += ["--kv", name]
     return json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)
@@ -51,17 +52,23 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=8192)
     parser.add_argument("--kv", action="append")
     parser.add_argument("--rows", type=Path)
+    parser.add_argument("--device", default="cpu", help="with --rows: a GPU's name and driver")
+    parser.add_argument("--commit", help="with --rows: what ran, if not this")
     arguments = parser.parse_args()
+    if arguments.rows is None and arguments.device != "cpu":
+        parser.error("--device names where the rows of --rows come from")
     options = ["--context", str(arguments.context), "--max-tokens", str(arguments.max_tokens)]
     if arguments.rows is None:
         found = evaluated(arguments.text, arguments.kv or list(FORMATS), options)
     else:
         found = json.loads(arguments.rows.read_text())
     digest = hashlib.sha256(arguments.text.read_bytes()).hexdigest()
-    with RESULTS.open("a") as out:
+    results = RESULTS if arguments.device == "cpu" else RESULTS.with_name("quality_gpu.jsonl")
+    with results.open("a") as out:
         for row in found["rows"]:
             about = {
-                "model": "smollm2", "device": "cpu", "commit": commit(ROOT / "kvrt"),
+                "model": "smollm2", "device": arguments.device,
+                "commit": arguments.commit or commit(ROOT / "kvrt"),
                 "text": arguments.title, "text_sha256": digest, "context": arguments.context,
                 "windows": row["tokens"] // (arguments.context - 1),
                 "exact_ppl": found["exact"]["ppl"],

@@ -201,3 +201,18 @@ def test_a_million_tokens_inside_the_room() -> None:
     assert lines_of([], [row])[what][2:] == ("79.90 GB, 5.0 ms a token", "60%", True)
     assert lines_of([], [{**row, "peak_bytes": 80_000_000_001}])[what][4] is False
     assert lines_of([], [{**row, "context": 999_999}])[what][4] is None
+
+
+@pytest.mark.parametrize("worst, reached", [(60.13, False), (60.11, True), (59.87, False)])
+def test_perplexities_are_those_of_the_cpu(worst: float, reached: bool) -> None:
+    about = {"model": "smollm2", "text_sha256": "ab", "context": 1024, "tokens": 8184}
+    cpu = [{"kv": kv, "ppl": ppl, **about} for kv, ppl in (("f16", 54.0), ("kivi2", 60.0))]
+    gpu = [{"kv": "f16", "ppl": 54.01, **about}, {"kv": "kivi2", "ppl": worst, **about}]
+    gpu.append({"kv": "kvrt2", "ppl": 99.0, **about})  # of which the CPU has none
+    other_text = {"kv": "f16", "ppl": 70.0, **about, "tokens": 1023}
+    for more in ([], [other_text]):
+        measured = gpu_tables.Measured([attend("f16", 8192, 1.0)], [], cpu, [*gpu, *more])
+        *_, line = gpu_tables.goal_lines(measured, GOALS)
+        change = 100 * (worst / 60 - 1)
+        assert line[2] == f"{change:+.2f} % at most, of {2 - len(more)} (kivi2)"
+        assert line[4] is reached
