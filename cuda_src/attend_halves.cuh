@@ -30,7 +30,7 @@ KVRT_INLINE void add_affine_tile(float (&sums)[4], const Codes<K_BITS>& codes, c
                                  const u32 (&shift)[4], const Query& query, const Tables& tables, int j, int s) {
   u32 a[4];
   codes.tile(a, j, s);
-  make_integers<K_BITS>(a, K_CENTRED ? K_MIDDLE : 0, tables.thousand);
+  make_integers<K_BITS>(a, j, K_CENTRED ? K_MIDDLE : 0, tables.thousand);
 #pragma unroll
   for (int r = 0; r < 4; ++r)
     a[r] = K_CENTRED ? ptx::mul_half2(a[r], scale[r]) : ptx::fma_half2(a[r], scale[r], shift[r]);

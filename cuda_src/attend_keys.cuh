@@ -22,18 +22,17 @@ struct Affine {
 
 #if (K_CODEC == 1 || K_CODEC == 2) && FORM != VIEW_PRE
 // Uniform integers: code * scale + shift.
-static constexpr int K_LOW_BITS = K_BITS == 3 ? 2 : K_BITS;
-
-// Sums of a plane's codes * B over tile s of the token tiles FIRST ... FIRST + COUNT - 1, B as it is for s.
-template <int BITS, int FIRST, int COUNT>
-KVRT_INLINE void add_codes(float (&sums)[4][4], const u8* codes, int s, u32 low, u32 high) {
-  using P = Plane<BITS>;
-  const uint4 first = P::load(codes, s, 0), second = BITS == 8 ? P::load(codes, s, 1) : first;
+// Sums of codes * B over tile s of the token tiles FIRST ... FIRST + COUNT - 1; `less_high`: how much less `high` is.
+template <int FIRST, int COUNT>
+KVRT_INLINE void add_codes(float (&sums)[4][4], const u8* codes, int s, u32 low, u32 high, float less_high) {
+  Codes<K_BITS> tiles;
+  tiles.load(codes, s);
 #pragma unroll
   for (int j = FIRST; j < FIRST + COUNT; ++j) {
     u32 a[4];
-    P::tile(a, word_of(first, j), word_of(second, j), s);
-    ptx::mma_half(sums[j], a[0], a[1], a[2], a[3], low, high);
+    tiles.tile(a, j, s);
+    ptx::mma_half(sums[j], a[0], a[1], a[2], a[3], scale_half2(low, low_columns<K_BITS>(j)),
+                  scale_half2(high, high_columns<K_BITS>(j) * less_high));
   }
 }
 
@@ -45,12 +44,12 @@ KVRT_INLINE void scores_by_channel(float (&scores)[4][4], Affine<4>& affine, con
   const u8* codes = run + K_CODES_OFFSET;
   const uint2* scales = reinterpret_cast<const uint2*>(run + K_META_OFFSET);
 #pragma unroll
+  for (int j = 0; j < 4; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[j][i] = 0;
+#pragma unroll
   for (int g = 0; g < K_GROUPS; ++g) {
-    float low_sums[4][4], high_sums[4][4], shift[4] = {0, 0, 0, 0}, shift_high[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) low_sums[j][i] = high_sums[j][i] = 0;
+    float shift[4] = {0, 0, 0, 0}, shift_high[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int s = 0; s < TILES; ++s) {
       uint2 scale = scales[(g * HEAD_DIM + 16 * s) / 4 + col];
@@ -75,48 +74,27 @@ KVRT_INLINE void scores_by_channel(float (&scores)[4][4], Affine<4>& affine, con
         }
         ptx::mma_half(shift, low_middle, low_middle, high_middle, high_middle, low, high);
       }
-      using P = Plane<K_LOW_BITS>;
-      static_assert(P::HIGH_COLUMNS == LESS_HIGH, "the query is made for that");
+      static_assert(Codes<K_BITS>::HIGH_COLUMNS == LESS_HIGH, "the query is made for that");
       if (g == 0)
-        add_codes<K_LOW_BITS, 0, TILES_A_GROUP>(low_sums, codes, s, low, high);
+        add_codes<0, TILES_A_GROUP>(scores, codes, s, low, high, LESS_HIGH);
       else
-        add_codes<K_LOW_BITS, 4 - TILES_A_GROUP, TILES_A_GROUP>(low_sums, codes, s, low, high);
-      if (K_BITS == 3) {
-        using H = Plane<1>;
-        const u8* plane = codes + Plane<2>::BYTES;
-        const u32 l = scale_half2(low, H::low_columns(s)), h = scale_half2(high, H::high_columns(s) * LESS_HIGH);
-        if (g == 0)
-          add_codes<1, 0, TILES_A_GROUP>(high_sums, plane, s, l, h);
-        else
-          add_codes<1, 4 - TILES_A_GROUP, TILES_A_GROUP>(high_sums, plane, s, l, h);
-      }
+        add_codes<4 - TILES_A_GROUP, TILES_A_GROUP>(scores, codes, s, low, high, LESS_HIGH);
     }
     if (K_MINIMA)
 #pragma unroll
       for (int h = 0; h < 2; ++h) shift[h] += shift_high[2 + h] * LESS_HIGH;
 #pragma unroll
-    for (int t = 0; t < TILES_A_GROUP; ++t) {
-      const int j = g * TILES_A_GROUP + t;
+    for (int t = 0; t < TILES_A_GROUP; ++t)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        scores[j][i] = low_sums[j][i];
-        // In units of the low plane.
-        constexpr float LOWER = 4 * Plane<K_LOW_BITS>::HIGH_ROWS / Plane<1>::HIGH_ROWS;
-        if (K_BITS == 3) scores[j][i] += high_sums[j][i] * (i < 2 ? 4.0f : LOWER);
-        affine.shift[j][i & 1] = shift[i & 1];
-      }
-    }
+      for (int h = 0; h < 2; ++h) affine.shift[g * TILES_A_GROUP + t][h] = shift[h];
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    affine.factor[i] = i < 2 ? FROM_SUBNORMAL : FROM_SUBNORMAL / Plane<K_LOW_BITS>::HIGH_ROWS;
+    affine.factor[i] = i < 2 ? FROM_SUBNORMAL : FROM_SUBNORMAL / Codes<K_BITS>::HIGH_ROWS;
 }
 #else
-// Add one plane's sums over the channels of group g to scores.
-template <int BITS>
-KVRT_INLINE void add_group(float (&scores)[4][4], const u8* codes, const u16* scales, const Query& query, int g,
-                           float weight, bool shifted) {
-  using P = Plane<BITS>;
+// Add the sums over the channels of group g to scores.
+KVRT_INLINE void add_group(float (&scores)[4][4], const u8* codes, const u16* scales, const Query& query, int g) {
   const int row = threadIdx.x % WARP / 4;
   float sums[4][4], total[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -129,14 +107,12 @@ KVRT_INLINE void add_group(float (&scores)[4][4], const u8* codes, const u16* sc
     const bool has_low = 8 * s / K_GROUP == g, has_high = (HALF + 8 * s) / K_GROUP == g;
     if (!has_low && !has_high) continue;
     const u32 low = has_low ? query.low[s] : 0, high = has_high ? query.high[s] : 0;
-    if (shifted) ptx::mma_half(total, ONES, ONES, ONES, ONES, low, high);
-    add_codes<BITS, 0, 4>(sums, codes, s, scale_half2(low, P::low_columns(s)), scale_half2(high, P::high_columns(s)));
+    ptx::mma_half(total, ONES, ONES, ONES, ONES, low, high);
+    add_codes<0, 4>(sums, codes, s, low, high, 1.0f);
   }
   ptx::keep_order();
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    float sum[4] = {0, 0, 0, 0};
-    add_weighted<BITS>(sum, sums[j], weight);
+  for (int j = 0; j < 4; ++j)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int place = g * 64 + 16 * j + 8 * r + row;
@@ -144,16 +120,16 @@ KVRT_INLINE void add_group(float (&scores)[4][4], const u8* codes, const u16* sc
       const float scale = ptx::half_to_float(K_MODE == 2 ? bits & 0x7FFF : bits);
       const bool has_minimum = K_CODEC == 1 && (K_MODE == 0 || (K_MODE == 2 && bits >> 15));
       const float shift = has_minimum ? ptx::half_to_float(scales[K_GROUPS * 64 + place]) : -K_MIDDLE * scale;
-      scores[j][2 * r] += sum[2 * r] * scale + total[0] * shift;
-      scores[j][2 * r + 1] += sum[2 * r + 1] * scale + total[1] * shift;
+      const float factor = scale * (FROM_SUBNORMAL / (r ? Codes<K_BITS>::HIGH_ROWS : 1.0f));
+      scores[j][2 * r] += sums[j][2 * r] * factor + total[0] * shift;
+      scores[j][2 * r + 1] += sums[j][2 * r + 1] * factor + total[1] * shift;
     }
-  }
   ptx::keep_order();
 }
 
 // Scales go with tokens: each group of channels has its own sums, which are scaled when it is complete.
 KVRT_INLINE void scores_by_token(float (&scores)[4][4], const u8* run, const Query& query) {
-  const u8 *codes = run + K_CODES_OFFSET, *top = codes + Plane<2>::BYTES;
+  const u8* codes = run + K_CODES_OFFSET;
   const u16* scales = reinterpret_cast<const u16*>(run + K_META_OFFSET);
 #pragma unroll
   for (int j = 0; j < 4; ++j)
@@ -163,8 +139,7 @@ KVRT_INLINE void scores_by_token(float (&scores)[4][4], const u8* run, const Que
   for (int i = 0; i < K_GROUPS; ++i) {
     // Groups that share words come one after the other.
     const int g = K_GROUPS % 2 ? i : i / 2 + i % 2 * (K_GROUPS / 2);
-    add_group<K_LOW_BITS>(scores, codes, scales, query, g, FROM_SUBNORMAL, true);
-    if constexpr (K_BITS == 3) add_group<1>(scores, top, scales, query, g, 4 * FROM_SUBNORMAL, false);
+    add_group(scores, codes, scales, query, g);
   }
 }
 #endif
@@ -179,12 +154,13 @@ KVRT_INLINE void scores_of_floats(float (&scores)[4][4], const u8* run, const Qu
     for (int i = 0; i < 4; ++i) scores[j][i] = 0;
 #pragma unroll
   for (int s = 0; s < TILES; ++s) {
-    const uint4 first = Plane<8>::load(run + K_CODES_OFFSET, s, 0), second = Plane<8>::load(run + K_CODES_OFFSET, s, 1);
+    Codes<8> codes;
+    codes.load(run + K_CODES_OFFSET, s);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       u32 low[2], high[2];
-      minifloats<K_E4M3>(low, word_of(first, j));
-      minifloats<K_E4M3>(high, word_of(second, j));
+      minifloats<K_E4M3>(low, word_of(codes.first, j));
+      minifloats<K_E4M3>(high, word_of(codes.second, j));
       ptx::mma_half(scores[j], low[0], low[1], high[0], high[1], query.low[s], query.high[s]);
     }
   }

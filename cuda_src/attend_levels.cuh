@@ -14,22 +14,28 @@ struct Levels {
 
   // The four registers of tile (s, j).
   KVRT_INLINE void tile(u32 (&a)[4], const Codes<BITS>& codes, int j, int s) const {
-    const u32 word = word_of(codes.first, j);
-    if (BITS == 4) {
+    if constexpr (BITS == 4) {
+      const u32 word = word_of(codes.first, j);
       // Four nibbles of either half are the registers' codes; a byte's sign is a code's highest bit.
       const u32 nibbles = word & 0x77777777u, even = word << 4;
       find(a[0], a[1], ptx::prmt(nibbles, 0, 0x20), ptx::prmt(even, word, 0xEAC8));
       find(a[2], a[3], ptx::prmt(nibbles, 0, 0x31), ptx::prmt(even, word, 0xFBD9));
-    } else if (BITS == 3) {
-      const u32 even = (word & 0x33333333u) | (codes.tops[j] << 2 & 0x44444444u);
-      const u32 odd = (word >> 2 & 0x33333333u) | (codes.tops[j] & 0x44444444u);
-      const u32 bytes = s & 1 ? 0x31 : 0x20;
-      find(a[0], a[2], ptx::prmt(even, 0, bytes), 0);
-      find(a[1], a[3], ptx::prmt(odd, 0, bytes), 0);
+    } else if constexpr (BITS == 3) {
+      // Two registers become the nibbles of a byte of either half.
+      if (j < 3) {
+        const u32 word = codes.words[j], bytes = ptx::prmt(word, word >> 9, 0x6420);
+        const u32 nibbles = (bytes & 0x07070707u) + (bytes & 0x38383838u) * 2;
+        find(a[0], a[2], nibbles, 0);
+        find(a[1], a[3], nibbles >> 16, 0);
+      } else {
+        codes.tile(a, j, s);  // fields begin at bit 6
+        find(a[0], a[2], ptx::prmt(a[0] * 4 + a[2] * 64, 0, 0x31), 0);
+        find(a[1], a[3], ptx::prmt(a[1] * 4 + a[3] * 64, 0, 0x31), 0);
+      }
     } else {
       // Both halves of tile s - s % 2, then those of the next. A level's bytes come together: the selectors are the
       // code in the low table and the code in the high one. A product shifts, and in another pipe than prmt's.
-      const u32 bytes = ptx::prmt(word, 0, 0x3120);
+      const u32 bytes = ptx::prmt(word_of(codes.first, j), 0, 0x3120);
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const u32 field = bytes & 0x03030303u << 2 * r;
@@ -56,8 +62,6 @@ struct Levels {
 // The level of one code, that of half `one` of a register of a lane.
 template <int BITS>
 KVRT_INLINE u16 level_at(const u8* levels, const u8* codes, int s, int j, int lane, int reg, int one) {
-  using Low = typename Codes<BITS>::Low;
-  u32 code = Low::code(codes, s, j, lane, reg, one);
-  if (BITS == 3) code |= Plane<1>::code(codes + Low::BYTES, s, j, lane, reg, one) << 2;
+  const u32 code = Codes<BITS>::code(codes, s, j, lane, reg, one);
   return u16(levels[code] | levels[16 + code] << 8);
 }

@@ -10,7 +10,7 @@ static constexpr int HALF = HEAD_DIM / 2;
 
 // How much less the high half of a head is in a Query, for codes of packed keys that weigh so much more there.
 #if FORM != VIEW_PRE && (K_CODEC == 1 || K_CODEC == 2) && K_BY_ROWS && K_BITS < 4
-static constexpr float LESS_HIGH = 16.0f;
+static constexpr float LESS_HIGH = K_BITS == 3 ? 8.0f : 16.0f;
 #else
 static constexpr float LESS_HIGH = 1.0f;
 #endif

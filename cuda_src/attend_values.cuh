@@ -12,13 +12,12 @@ struct Weights {
 #if V_CODEC == 1 || V_CODEC == 2
 static constexpr int V_GROUPS = (V_BY_ROWS ? HEAD_DIM : 64) / V_GROUP;
 static constexpr int V_MIDDLE = V_CODEC == 2 ? 1 << (V_BITS - 1) : (1 << (V_BITS - 1)) - 1;
-static constexpr int V_LOW_BITS = V_BITS == 3 ? 2 : V_BITS;
 static constexpr bool V_MINIMA = V_CODEC == 1 && V_MODE != 1;
 static constexpr bool V_CENTRED = V_CODEC == 2 || V_MODE != 0;
-// Whether sums are those of the codes as they are, for as long as they are not written (three bits are two sums).
-static constexpr bool V_RAW = V_BY_ROWS && V_BITS != 3;
+// Whether sums are those of the codes as they are, for as long as they are not written.
+static constexpr bool V_RAW = V_BY_ROWS;
 // How much more low tokens of a k-step weigh: codes of high ones have that factor already.
-static constexpr float MORE_LOW = V_RAW ? Plane<V_LOW_BITS>::HIGH_COLUMNS : 1.0f;
+static constexpr float MORE_LOW = V_RAW ? Codes<V_BITS>::HIGH_COLUMNS : 1.0f;
 // Whether rows of minima that no group wants are the sums of all weights.
 static constexpr bool TOTAL_IN_TILE = V_BY_ROWS && V_MINIMA && V_GROUPS < 8;
 #else
@@ -32,36 +31,32 @@ KVRT_INLINE u32 unwanted_minimum() { return TOTAL_IN_TILE ? ONES : 0; }
 // What a unit of the sums i of a tile is.
 KVRT_INLINE float unit_of_sums(int i) {
 #if V_CODEC == 1 || V_CODEC == 2
-  if (V_RAW) return FROM_SUBNORMAL / MORE_LOW / (i < 2 ? 1.0f : Plane<V_LOW_BITS>::HIGH_ROWS);
+  if (V_RAW) return FROM_SUBNORMAL / MORE_LOW / (i < 2 ? 1.0f : Codes<V_BITS>::HIGH_ROWS);
 #endif
   return 1.0f;
 }
 
 #if V_CODEC == 1 || V_CODEC == 2
 
-// sum += codes of tile s * B over the token tiles FIRST ... FIRST + COUNT - 1. `low`, `high` are B as it is.
-template <int BITS, int FIRST, int COUNT>
-KVRT_INLINE void add_tile(float (&sum)[4], const u8* codes, int s, const u32 (&low)[4], const u32 (&high)[4]) {
-  using P = Plane<BITS>;
-  const uint4 first = P::load(codes, s, 0), second = BITS == 8 ? P::load(codes, s, 1) : first;
+// sum += codes of tile s * B over the token tiles FIRST ... FIRST + COUNT - 1, B as it is for each of them.
+template <int FIRST, int COUNT>
+KVRT_INLINE void add_codes(float (&sum)[4], const u8* codes, int s, const u32 (&low)[4], const u32 (&high)[4]) {
+  Codes<V_BITS> tiles;
+  tiles.load(codes, s);
 #pragma unroll
   for (int j = FIRST; j < FIRST + COUNT; ++j) {
     u32 a[4];
-    P::tile(a, word_of(first, j), word_of(second, j), s);
-    ptx::mma_half(sum, a[0], a[1], a[2], a[3], scale_half2(low[j], P::low_columns(s)),
-                  scale_half2(high[j], P::high_columns(s)));
+    tiles.tile(a, j, s);
+    ptx::mma_half(sum, a[0], a[1], a[2], a[3], low[j], high[j]);
   }
 }
 
-template <int FIRST, int COUNT>
-KVRT_INLINE void add_all_planes(float (&sum)[4], const u8* codes, int s, const u32 (&low)[4], const u32 (&high)[4]) {
-  float part[4] = {0, 0, 0, 0};
-  add_tile<V_LOW_BITS, FIRST, COUNT>(part, codes, s, low, high);
-  add_weighted<V_LOW_BITS>(sum, part, FROM_SUBNORMAL);
-  if (V_BITS == 3) {
-    float top[4] = {0, 0, 0, 0};
-    add_tile<1, FIRST, COUNT>(top, codes + Plane<2>::BYTES, s, low, high);
-    add_weighted<1>(sum, top, 4 * FROM_SUBNORMAL);
+// B as codes want it, times `more`.
+KVRT_INLINE void weigh_columns(u32 (&low)[4], u32 (&high)[4], const Weights& weights, float more) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    low[j] = scale_half2(weights.low[j], low_columns<V_BITS>(j) * more);
+    high[j] = scale_half2(weights.high[j], high_columns<V_BITS>(j) * more);
   }
 }
 
@@ -74,13 +69,11 @@ KVRT_INLINE u32 minus_middle(float weight) { return (0x8000u | u32(V_MIDDLE * we
 // registers need not be brought in order.
 KVRT_INLINE void add_values_by_token(float (&sums)[TILES][4], float (&minima)[2][4], const u8* run,
                                      const Weights& weights) {
-  using P = Plane<V_LOW_BITS>;
   const int row = threadIdx.x % WARP / 4, col = threadIdx.x % 4;
   const u8* codes = run + V_CODES_OFFSET;
   const uint2* scales = reinterpret_cast<const uint2*>(run + V_META_OFFSET);
-  u32 more[4];
-#pragma unroll
-  for (int j = 0; j < 4; ++j) more[j] = scale_half2(weights.low[j], MORE_LOW);
+  u32 more_low[4], more_high[4];
+  weigh_columns(more_low, more_high, weights, MORE_LOW);
 #pragma unroll
   for (int g = 0; g < V_GROUPS; ++g) {
     u32 low[4], high[4];
@@ -90,13 +83,13 @@ KVRT_INLINE void add_values_by_token(float (&sums)[TILES][4], float (&minima)[2]
       uint2 scale = scales[g * 16 + 4 * j + col];
       const u32 low_sign = scale.x & 0x80008000u, high_sign = scale.y & 0x80008000u;
       if (V_MODE == 2) scale = {scale.x & 0x7FFF7FFFu, scale.y & 0x7FFF7FFFu};
-      low[j] = ptx::mul_half2(more[j], scale.x);
-      high[j] = ptx::mul_half2(weights.high[j], scale.y);
+      low[j] = ptx::mul_half2(more_low[j], scale.x);
+      high[j] = ptx::mul_half2(more_high[j], scale.y);
       if (V_CENTRED) {
         u32 a[4];
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-          a[r] = V_RAW ? minus_middle(Codes<V_LOW_BITS>::weight(r)) : exact_half2(-V_MIDDLE);
+          a[r] = minus_middle(Codes<V_BITS>::weight(r, j));
           if (V_MODE == 2) a[r] &= ~(((r < 2 ? low_sign : high_sign) >> 15) * 0xFFFFu);
         }
         ptx::mma_half(middle, a[0], a[1], a[2], a[3], low[j], high[j]);
@@ -108,17 +101,7 @@ KVRT_INLINE void add_values_by_token(float (&sums)[TILES][4], float (&minima)[2]
       if (V_CENTRED)
 #pragma unroll
         for (int n = 0; n < 4; ++n) sums[s][n] += middle[n];
-      if (V_RAW) {
-        const uint4 first = P::load(codes, s, 0), second = V_BITS == 8 ? P::load(codes, s, 1) : first;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          u32 a[4];
-          P::tile(a, word_of(first, j), word_of(second, j), s);
-          ptx::mma_half(sums[s], a[0], a[1], a[2], a[3], low[j], high[j]);
-        }
-      } else {
-        add_all_planes<0, 4>(sums[s], codes, s, low, high);
-      }
+      add_codes<0, 4>(sums[s], codes, s, low, high);
     }
   }
   if (V_MINIMA)
@@ -140,6 +123,8 @@ KVRT_INLINE void add_values_by_channel(float (&sums)[TILES][4], const u8* run, c
   const int row = threadIdx.x % WARP / 4;
   const u8* codes = run + V_CODES_OFFSET;
   const u16* scales = reinterpret_cast<const u16*>(run + V_META_OFFSET);
+  u32 low[4], high[4];
+  weigh_columns(low, high, weights, 1.0f);
 #pragma unroll
   for (int g = 0; g < V_GROUPS; ++g) {
     float total[4] = {0, 0, 0, 0};
@@ -150,9 +135,9 @@ KVRT_INLINE void add_values_by_channel(float (&sums)[TILES][4], const u8* run, c
     for (int s = 0; s < TILES; ++s) {
       float sum[4] = {0, 0, 0, 0};
       if (g == 0)
-        add_all_planes<0, TILES_A_GROUP>(sum, codes, s, weights.low, weights.high);
+        add_codes<0, TILES_A_GROUP>(sum, codes, s, low, high);
       else
-        add_all_planes<4 - TILES_A_GROUP, TILES_A_GROUP>(sum, codes, s, weights.low, weights.high);
+        add_codes<4 - TILES_A_GROUP, TILES_A_GROUP>(sum, codes, s, low, high);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int place = g * HEAD_DIM + 16 * s + 8 * r + row;
@@ -160,8 +145,9 @@ KVRT_INLINE void add_values_by_channel(float (&sums)[TILES][4], const u8* run, c
         const float scale = ptx::half_to_float(V_MODE == 2 ? bits & 0x7FFF : bits);
         const bool has_minimum = V_CODEC == 1 && (V_MODE == 0 || (V_MODE == 2 && bits >> 15));
         const float shift = has_minimum ? ptx::half_to_float(scales[V_GROUPS * HEAD_DIM + place]) : -V_MIDDLE * scale;
-        sums[s][2 * r] += sum[2 * r] * scale + total[0] * shift;
-        sums[s][2 * r + 1] += sum[2 * r + 1] * scale + total[1] * shift;
+        const float factor = scale * (FROM_SUBNORMAL / (r ? Codes<V_BITS>::HIGH_ROWS : 1.0f));
+        sums[s][2 * r] += sum[2 * r] * factor + total[0] * shift;
+        sums[s][2 * r + 1] += sum[2 * r + 1] * factor + total[1] * shift;
       }
     }
   }
@@ -174,13 +160,14 @@ KVRT_INLINE void add_float_values(float (&sums)[TILES][4], const u8* run, const 
   const float factor = scale * (V_E4M3 ? 256.0f : 1.0f);
 #pragma unroll
   for (int s = 0; s < TILES; ++s) {
-    const uint4 first = Plane<8>::load(run + V_CODES_OFFSET, s, 0), second = Plane<8>::load(run + V_CODES_OFFSET, s, 1);
+    Codes<8> codes;
+    codes.load(run + V_CODES_OFFSET, s);
     float sum[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       u32 low[2], high[2];
-      minifloats<V_E4M3>(low, word_of(first, j));
-      minifloats<V_E4M3>(high, word_of(second, j));
+      minifloats<V_E4M3>(low, word_of(codes.first, j));
+      minifloats<V_E4M3>(high, word_of(codes.second, j));
       ptx::mma_half(sum, low[0], low[1], high[0], high[1], weights.low[j], weights.high[j]);
     }
 #pragma unroll

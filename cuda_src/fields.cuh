@@ -12,135 +12,120 @@ KVRT_INLINE u32 word_of(const uint4& words, int j) {
   return j == 0 ? words.x : j == 1 ? words.y : j == 2 ? words.z : words.w;
 }
 
-// One plane of BITS (1, 2, 4 or 8) bits of a side's codes; see kvrt/kvstore/fragment.py.
+// Codes of BITS (2, 4, 8; 3 below) bits of a side, as one field each: those of tile s and all four j.
+// See kvrt/kvstore/fragment.py.
 template <int BITS>
-struct Plane {
+struct Codes {
   static constexpr int TILES = HEAD_DIM / 16;
   static constexpr int TILES_A_WORD = BITS == 8 ? 1 : 4 / BITS;
   static constexpr int WHOLE = TILES * BITS / 4;  // units of 16 bytes a lane
-  static constexpr int BYTES = HEAD_DIM * 64 * BITS / 8;
-  // How much columns 8 ... 15, rows 8 ... 15 and the second tile below bit 8 weigh more than what is first.
-  static constexpr float HIGH_COLUMNS = BITS == 1 ? 4.0f : BITS == 2 ? 16.0f : 1.0f;
-  static constexpr float HIGH_ROWS = BITS == 1 ? 2.0f : BITS == 2 ? 4.0f : BITS == 4 ? 16.0f : 1.0f;
-  static constexpr float SECOND_TILE = BITS == 1 ? 16.0f : 1.0f;
+  // How much fields of rows 8 ... 15, and of columns 8 ... 15, weigh more than those before.
+  static constexpr float HIGH_ROWS = BITS == 2 ? 4.0f : BITS == 4 ? 16.0f : 1.0f;
+  static constexpr float HIGH_COLUMNS = BITS == 2 ? 16.0f : 1.0f;
+  uint4 first, second;  // the words of j = 0 ... 3 (8 bits: registers 0, 1; 2, 3)
 
-  // The words of j = 0 ... 3 that hold tile s (8 bits: registers 0, 1 with half 0; 2, 3 with half 1).
-  static KVRT_INLINE uint4 load(const u8* codes, int s, int half) {
-    const int lane = threadIdx.x % WARP, unit = BITS == 8 ? 2 * s + half : s / TILES_A_WORD;
-    if (BITS == 8 || unit < WHOLE) return *reinterpret_cast<const uint4*>(codes + unit * 512 + lane * 16);
-    return narrow(codes + WHOLE * 512);
-  }
-
-  static KVRT_INLINE uint4 narrow(const u8* place) {
-    const int lane = threadIdx.x % WARP;
-    u32 words[4] = {0, 0, 0, 0};
-    int s = WHOLE * TILES_A_WORD;
-    while (s < TILES) {
-      int size = 16;
-      while (size > 4 * BITS * (TILES - s)) size /= 2;
-      const int shift = s * BITS * 4 & 15, bytes = size / 4;
-      const u32 mask = (1u << size) - 1;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        u32 word = 0;
-        for (int byte = 0; byte < bytes; ++byte) word |= u32(place[(lane * 4 + j) * bytes + byte]) << 8 * byte;
-        words[j] |= (word & mask) << shift | (word >> size & mask) << (16 + shift);
-      }
-      place += WARP * size;
-      s += size / (4 * BITS);
-    }
-    return {words[0], words[1], words[2], words[3]};
-  }
-
-  // The four registers of tile s.
-  static KVRT_INLINE void tile(u32 (&a)[4], u32 first, u32 second, int s) {
-    if (BITS == 8) {
-      a[0] = first & 0x00FF00FFu;
-      a[1] = first >> 8 & 0x00FF00FFu;
-      a[2] = second & 0x00FF00FFu;
-      a[3] = second >> 8 & 0x00FF00FFu;
-    } else if (BITS == 4) {
-      a[0] = first & 0x000F000Fu;
-      a[1] = first & 0x00F000F0u;
-      a[2] = first >> 8 & 0x000F000Fu;
-      a[3] = first >> 8 & 0x00F000F0u;
-    } else if (BITS == 2) {
-      const u32 word = s & 1 ? first >> 8 : first;
-#pragma unroll
-      for (int r = 0; r < 4; ++r) a[r] = word & 0x00030003u << 2 * r;
-    } else {
-      const u32 word = s & 2 ? first >> 8 : first;
-#pragma unroll
-      for (int r = 0; r < 4; ++r) a[r] = word & 0x00010001u << ((s & 1) * 4 + r);
-    }
-  }
-
-  // What B is multiplied by in tile s, columns 0 ... 7 and 8 ... 15.
-  static KVRT_INLINE float low_columns(int s) { return BITS == 1 && s & 1 ? 1.0f / SECOND_TILE : 1.0f; }
-  static KVRT_INLINE float high_columns(int s) { return low_columns(s) / HIGH_COLUMNS; }
-
-  // One code (of up to 4 bits): that of half `one` of a register of a lane, tile (s, j).
-  static KVRT_INLINE u32 code(const u8* codes, int s, int j, int lane, int reg, int one) {
-    const u8* place = codes + s / TILES_A_WORD * 512;
-    int size = 16, first = s / TILES_A_WORD * TILES_A_WORD;
-    if (TILES * BITS % 4 != 0 && s / TILES_A_WORD >= WHOLE) {
-      place = codes + WHOLE * 512;
-      first = WHOLE * TILES_A_WORD;
-      while (true) {
-        while (size > 4 * BITS * (TILES - first)) size /= 2;
-        if (s < first + size / (4 * BITS)) break;
-        place += WARP * size;
-        first += size / (4 * BITS);
-      }
-    }
-    const int bit = ((s - first) * 4 + reg) * BITS + size * one;
-    return place[(lane * 4 + j) * (size / 4) + bit / 8] >> bit % 8 & ((1 << BITS) - 1);
-  }
-};
-
-// Codes of 2, 3, 4 or 8 bits as one field each, of tile s and all four j. To join the two planes of three bits takes
-// more than a second multiplication, so this is for codes that must become numbers.
-template <int BITS>
-struct Codes {
-  using Low = Plane<BITS == 3 ? 2 : BITS>;
-  uint4 first, second;
-  // The third bits of tile s and its neighbour, each where the first bit of its code is in the other plane.
-  u32 tops[BITS == 3 ? 4 : 1];
-
-  // Take up tile s; three bits: after that of s - 1, where s is odd.
   KVRT_INLINE void load(const u8* codes, int s) {
-    first = Low::load(codes, s, 0);
-    second = BITS == 8 ? Low::load(codes, s, 1) : first;
-    if (BITS == 3 && s % 2 == 0) {
-      const uint4 top = Plane<1>::load(codes + Low::BYTES, s, 0);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) tops[j] = spread(s & 2 ? word_of(top, j) >> 8 : word_of(top, j));
-    }
-  }
-
-  // Bit b of either half's low byte goes to bit 2 b of the half.
-  static KVRT_INLINE u32 spread(u32 x) {
-    x &= 0x00FF00FFu;
-    x = (x | x << 4) & 0x0F0F0F0Fu;
-    x = (x | x << 2) & 0x33333333u;
-    return (x | x << 1) & 0x55555555u;
+    first = words(codes, BITS == 8 ? 2 * s : s / TILES_A_WORD);
+    second = BITS == 8 ? words(codes, 2 * s + 1) : first;
   }
 
   // The four registers of tile (s, j).
   KVRT_INLINE void tile(u32 (&a)[4], int j, int s) const {
-    Low::tile(a, word_of(first, j), word_of(second, j), s);
-    if (BITS == 3) {
-      const u32 top = s & 1 ? tops[j] >> 6 : tops[j] << 2;
+    const u32 low = word_of(first, j), high = word_of(second, j);
+    if (BITS == 8) {
+      a[0] = low & 0x00FF00FFu;
+      a[1] = low >> 8 & 0x00FF00FFu;
+      a[2] = high & 0x00FF00FFu;
+      a[3] = high >> 8 & 0x00FF00FFu;
+    } else if (BITS == 4) {
+      a[0] = low & 0x000F000Fu;
+      a[1] = low & 0x00F000F0u;
+      a[2] = low >> 8 & 0x000F000Fu;
+      a[3] = low >> 8 & 0x00F000F0u;
+    } else {
+      const u32 word = s & 1 ? low >> 8 : low;
 #pragma unroll
-      for (int r = 0; r < 4; ++r) a[r] |= top & 0x00040004u << 2 * r;
+      for (int r = 0; r < 4; ++r) a[r] = word & 0x00030003u << 2 * r;
     }
   }
 
-  // What register r of a tile weighs.
-  static KVRT_INLINE float weight(int r) {
-    return (r & 1 ? Low::HIGH_ROWS : 1.0f) * (r & 2 ? Low::HIGH_COLUMNS : 1.0f);
+  // What register r of tile (s, j) weighs.
+  static KVRT_INLINE float weight(int r, int j) { return (r & 1 ? HIGH_ROWS : 1.0f) * (r & 2 ? HIGH_COLUMNS : 1.0f); }
+
+  // One code (of up to 4 bits): that of half `one` of a register of a lane, tile (s, j).
+  static KVRT_INLINE u32 code(const u8* codes, int s, int j, int lane, int reg, int one) {
+    const bool narrow = s / TILES_A_WORD >= WHOLE;  // two bits and an odd number of tiles
+    const int size = narrow ? 8 : 16, bit = (narrow ? 0 : s % TILES_A_WORD * 4 * BITS) + reg * BITS + size * one;
+    const u8* word = codes + s / TILES_A_WORD * 512 + (lane * 4 + j) * (size / 4);
+    return word[bit / 8] >> bit % 8 & ((1 << BITS) - 1);
+  }
+
+ private:
+  static KVRT_INLINE uint4 words(const u8* codes, int unit) {
+    const int lane = threadIdx.x % WARP;
+    if (BITS == 8 || unit < WHOLE) return *reinterpret_cast<const uint4*>(codes + unit * 512 + lane * 16);
+    // Two bits: of the last tile, where it is alone, words are halves.
+    const uint2 two = *reinterpret_cast<const uint2*>(codes + unit * 512 + lane * 8);
+    return {ptx::prmt(two.x, 0, 0x4140), ptx::prmt(two.x, 0, 0x4342), ptx::prmt(two.y, 0, 0x4140),
+            ptx::prmt(two.y, 0, 0x4342)};
   }
 };
+
+// Three bits: three words hold a tile s. Word j < 3 has the registers of tile (s, j) at the bits 0, 9, 3, 12 of either
+// half. At bit 6 are the registers 0 ... 2 of tile (s, 3), and bits 15 are those of the codes of its last register.
+template <>
+struct Codes<3> {
+  // Of tile (s, 3), columns weigh the same.
+  static constexpr float HIGH_ROWS = 1.0f, HIGH_COLUMNS = 8.0f;
+  u32 words[3];
+
+  KVRT_INLINE void load(const u8* codes, int s) {
+#pragma unroll
+    for (int i = 0; i < 3; ++i)
+      words[i] = reinterpret_cast<const u32*>(codes)[(3 * s + i) * WARP + threadIdx.x % WARP];
+  }
+
+  KVRT_INLINE void tile(u32 (&a)[4], int j, int s) const {
+    if (j < 3) {
+      const u32 word = words[j], above = word >> 9;
+      a[0] = word & 0x00070007u;
+      a[1] = above & 0x00070007u;
+      a[2] = word & 0x00380038u;
+      a[3] = above & 0x00380038u;
+    } else {
+      u32 bits[3];
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        a[i] = words[i] & 0x01C001C0u;
+        bits[i] = words[i] >> 9 & 0x00400040u;
+      }
+      // A sum of halves: exact, and in another pipe than what finds fields.
+      a[3] = ptx::fma_half2(bits[2], 0x44004400u, ptx::fma_half2(bits[1], 0x40004000u, bits[0]));
+    }
+  }
+
+  static KVRT_INLINE float weight(int r, int j) { return j == 3 ? 64.0f : r & 2 ? 8.0f : 1.0f; }
+
+  static KVRT_INLINE u32 code(const u8* codes, int s, int j, int lane, int reg, int one) {
+    const u32* word = reinterpret_cast<const u32*>(codes) + 3 * s * WARP + lane;
+    const int half = 16 * one;
+    if (j < 3) return word[j * WARP] >> (half + 9 * (reg & 1) + 3 * (reg >> 1)) & 7;
+    if (reg < 3) return word[reg * WARP] >> (half + 6) & 7;
+    u32 code = 0;
+    for (int i = 0; i < 3; ++i) code |= (word[i * WARP] >> (half + 15) & 1) << i;
+    return code;
+  }
+};
+
+// What B is multiplied by in a tile (s, j), columns 0 ... 7 and 8 ... 15.
+template <int BITS>
+KVRT_INLINE float low_columns(int j) {
+  return 1.0f / Codes<BITS>::weight(0, j);
+}
+template <int BITS>
+KVRT_INLINE float high_columns(int j) {
+  return 1.0f / Codes<BITS>::weight(2, j);
+}
 
 // A number that a half holds exactly (no subnormal, no zero), twice; known when compiling where x is.
 KVRT_INLINE u32 exact_half2(float x) {
@@ -154,23 +139,14 @@ KVRT_INLINE u32 scale_half2(u32 x, float factor) { return factor == 1.0f ? x : p
 
 // Fields become halves: code - middle, exactly. `thousand` are two halves 1024.
 template <int BITS>
-KVRT_INLINE void make_integers(u32 (&a)[4], int middle, u32 thousand) {
+KVRT_INLINE void make_integers(u32 (&a)[4], int j, int middle, u32 thousand) {
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
-    const float weight = Codes<BITS>::weight(r);
+    const float weight = Codes<BITS>::weight(r, j);
     // With the exponent of 1024 a field is 1024 + code * weight.
     const u32 minus = exact_half2(-1024.0f / weight - middle) + (thousand - 0x64006400u);
     a[r] = ptx::fma_half2(a[r] | thousand, exact_half2(1.0f / weight), minus);
   }
-}
-
-// A tile of sums of a plane's codes, times a weight.
-template <int BITS>
-KVRT_INLINE void add_weighted(float (&to)[4], const float (&sums)[4], float weight) {
-  to[0] += sums[0] * weight;
-  to[1] += sums[1] * weight;
-  to[2] += sums[2] * (weight / Plane<BITS>::HIGH_ROWS);
-  to[3] += sums[3] * (weight / Plane<BITS>::HIGH_ROWS);
 }
 
 // 8-bit floats as halves: e4m3 comes out 2^-8 of its value.

@@ -121,14 +121,12 @@ def _vector_at(builder: Any, address: Any, kind: Any, offset: int = 0) -> Any:
     return builder.inttoptr(place, kind.as_pointer())
 
 
-def _affine8x8(planes: bool, by_rows: bool) -> Any:
-    """The intrinsic for one plane of codes or two; scales of eight columns, or of eight rows."""
+def _affine8x8(by_rows: bool) -> Any:
+    """The intrinsic for scales of eight columns, or of eight rows."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        out, stride, low, low_right = args[:4]
-        scale_at, shift_at = args[-2:]
-        low_mask = ir.Constant(_SHORTS, [3] * _WIDTH) if planes else _short(builder, args[4])
-        one, two = (ir.Constant(_SHORTS, [number] * _WIDTH) for number in (1, 2))
+        out, stride, codes, right, mask, scale_at, shift_at = args
+        mask = _short(builder, mask)
         # llvmlite's own fma takes scalars only.
         kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
         fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{_WIDTH}f32")
@@ -141,10 +139,7 @@ def _affine8x8(planes: bool, by_rows: bool) -> Any:
 
         common = [operand(address, 0) for address in (scale_at, shift_at)] if by_rows else []
         for row in range(_WIDTH):
-            field = _field(builder, _row(builder, low, row), low_right, low_mask)
-            if planes:
-                high = _field(builder, _row(builder, args[4], row), args[5], one)
-                field = builder.or_(field, builder.shl(high, two))
+            field = _field(builder, _row(builder, codes, row), right, mask)
             scale, shift = common or [operand(address, row) for address in (scale_at, shift_at)]
             numbers = builder.sitofp(builder.zext(field, _WORDS), _FLOATS)
             result = builder.call(fma, [numbers, scale, shift])
@@ -152,23 +147,13 @@ def _affine8x8(planes: bool, by_rows: bool) -> Any:
             out = builder.add(out, stride)
         return context.get_dummy_value()
 
-    if planes:
-
-        def two_planes(
-            typingctx: Any, out: Any, stride: Any, low: Any, right: Any, high: Any,
-            high_right: Any, scale: Any, shift: Any,
-        ) -> Any:  # fmt: skip
-            return types.none(*[types.int64] * 8), codegen
-
-        return two_planes
-
-    def one_plane(
+    def affine(
         typingctx: Any, out: Any, stride: Any, codes: Any, right: Any, mask: Any, scale: Any,
         shift: Any,
     ) -> Any:  # fmt: skip
         return types.none(*[types.int64] * 7), codegen
 
-    return one_plane
+    return affine
 
 
 def _row(builder: Any, codes: Any, row: int) -> Any:
@@ -200,10 +185,8 @@ def bind() -> None:
     """Bind the names of the dialect to compiler intrinsics."""
     jit.array = intrinsic(_array_at)
     jit.address_of = intrinsic(_address_of)
-    jit.affine8x8 = intrinsic(_affine8x8(planes=False, by_rows=True))
-    jit.affine8x8_columns = intrinsic(_affine8x8(planes=False, by_rows=False))
-    jit.affine8x8_planes = intrinsic(_affine8x8(planes=True, by_rows=True))
-    jit.affine8x8_planes_columns = intrinsic(_affine8x8(planes=True, by_rows=False))
+    jit.affine8x8 = intrinsic(_affine8x8(by_rows=True))
+    jit.affine8x8_columns = intrinsic(_affine8x8(by_rows=False))
     jit.minifloat8x8 = intrinsic(_minifloat8x8)
     jit.half_to_float = intrinsic(_half_to_float)
     jit.float_to_half = intrinsic(_float_to_half)

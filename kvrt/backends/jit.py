@@ -80,11 +80,6 @@ apart: out[r, i] = ((codes[r, i] >> right) & mask) * scale[i] + shift[i], rounde
 u16, eight rows that follow each other; scale and shift f32. All are addresses or integers."""
 affine8x8_columns: Any = _compiled_only
 """affine8x8_columns(...): the same with scale[r] and shift[r]."""
-affine8x8_planes: Any = _compiled_only
-"""affine8x8_planes(out, stride, codes, right, high, high_right, scale, shift): affine8x8 of 3-bit
-codes, two bits from codes and the third from high."""
-affine8x8_planes_columns: Any = _compiled_only
-"""affine8x8_planes_columns(...): the same with scale[r] and shift[r]."""
 minifloat8x8: Any = _compiled_only
 """minifloat8x8(out, stride, codes, right, left, scale): out[r, i] = scale (a f32) * the half whose
 sign is bit 7 of codes[r, i] >> right and whose other bits are bits 0 to 6, shifted by `left`."""

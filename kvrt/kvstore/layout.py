@@ -13,7 +13,7 @@ from .codecs import TileCodec
 if TYPE_CHECKING:
     from .spec import KVSpec
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Of pages; saved stores of another version are refused."""
 
 RUN_ALIGNMENT = 128

@@ -20,12 +20,33 @@ def a_fragment() -> tuple[np.ndarray, np.ndarray]:
     return rows, cols
 
 
+def _codes_of(s: int, j: int, dim: int, is_value: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and channels (32 lanes, 8 numbers) of tile (s, j)."""
+    rows, cols = a_fragment()
+    if is_value:
+        return 16 * j + cols, 16 * s + rows
+    # Eight channels of the low half, then of the high half.
+    return 16 * j + rows, 8 * s + cols % 8 + dim // 2 * (cols // 8)
+
+
 @cache
 def bit_places(dim: int, bits: int, is_value: bool) -> np.ndarray:
-    """Where in a plane each code of `bits` (1, 2, 4, 8) bits begins: (64 tokens, dim) i64."""
-    places = np.full((TOKENS, dim), -1, np.int64)
-    rows, cols = a_fragment()
+    """Where each bit of each code of 2, 3, 4 or 8 bits is: (64 tokens, dim, bits) i64."""
+    places = np.full((TOKENS, dim, bits), -1, np.int64)
     lane, number = np.arange(LANES)[:, None], np.arange(8)[None]
+    register, half = number // 2, number % 2
+    if bits == 3:
+        for s in range(dim // 16):
+            words = [(3 * s + word) * LANES * 32 + lane * 32 + 16 * half for word in range(3)]
+            for j in range(4):
+                at = np.stack([words[j % 3] + np.array([0, 9, 3, 12])[register]] * 3, -1)
+                at += np.arange(3)
+                if j == 3:
+                    for r in range(3):
+                        at[:, 2 * r : 2 * r + 2] = words[r][:, :2, None] + 6 + np.arange(3)
+                    at[:, 6:] = np.stack([word[:, :2] + 15 for word in words], -1)
+                places[_codes_of(s, j, dim, is_value)] = at
+        return places
     tiles, start, at = dim // 16, 0, 0
     while start < tiles:
         count = max(1, 4 // bits)  # tiles of a word
@@ -35,18 +56,12 @@ def bit_places(dim: int, bits: int, is_value: bool) -> np.ndarray:
         word_bits = bits * 8 * count // words
         for i in range(count):
             for j in range(4):
-                s = start + i
-                if is_value:
-                    tokens, channels = 16 * j + cols, 16 * s + rows  # (32, 8) each
-                else:  # eight channels of the low half, then of the high half
-                    tokens = 16 * j + rows
-                    channels = 8 * s + cols % 8 + dim // 2 * (cols // 8)
-                register, half = number // 2, number % 2
                 word = register // 2 if bits == 8 else 0 * register
                 field = register % 2 if bits == 8 else 4 * i + register
                 unit = at + word * LANES * 4 * word_bits
                 offset = unit + (lane * 4 + j) * word_bits + bits * field + word_bits // 2 * half
-                places[tokens, channels] = offset
+                where = _codes_of(start + i, j, dim, is_value)
+                places[where] = offset[..., None] + np.arange(bits)
         at += words * LANES * 4 * word_bits
         start += count
     return places
@@ -54,28 +69,15 @@ def bit_places(dim: int, bits: int, is_value: bool) -> np.ndarray:
 
 def pack(codes: np.ndarray, bits: int, is_value: bool) -> bytes:
     """Codes (64, dim) of 2, 3, 4 or 8 bits in fragment order."""
-    if bits == 3:
-        return pack(codes & 3, 2, is_value) + _pack_plane(codes >> 2, 1, is_value)
-    return _pack_plane(codes, bits, is_value)
-
-
-def _pack_plane(codes: np.ndarray, bits: int, is_value: bool) -> bytes:
-    places = bit_places(codes.shape[1], bits, is_value)
     stream = np.zeros(codes.size * bits, np.uint8)  # one bit each
-    for bit in range(bits):
-        stream[places + bit] = codes >> bit & 1
+    stream[bit_places(codes.shape[1], bits, is_value)] = codes[..., None] >> np.arange(bits) & 1
     return np.packbits(stream, bitorder="little").tobytes()
 
 
 def unpack(data: bytes, dim: int, bits: int, is_value: bool) -> np.ndarray:
     """Codes (64, dim) i64 of bytes in fragment order."""
-    if bits == 3:
-        low = TOKENS * dim * 2 // 8
-        first = unpack(data[:low], dim, 2, is_value)
-        return first + 4 * unpack(data[low:], dim, 1, is_value)
     stream = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").astype(np.int64)
-    places = bit_places(dim, bits, is_value)
-    return sum((stream[places + bit] << bit for bit in range(bits)), np.zeros_like(places))
+    return (stream[bit_places(dim, bits, is_value)] << np.arange(bits)).sum(-1)
 
 
 def column_order(size: int, is_value: bool) -> np.ndarray:

@@ -112,7 +112,7 @@ def test_settings_say_where_the_regions_are(spec: str) -> None:
 def test_defines_are_numbers_of_the_layout(spec: str) -> None:
     layout = PageLayout.of(GEOMETRY, KVSpec.parse(spec))
     defines = layout.defines()
-    assert defines["FORMAT_VERSION"] == FORMAT_VERSION == 2
+    assert defines["FORMAT_VERSION"] == FORMAT_VERSION == 3
     assert defines["V_CODES_OFFSET"] == layout.regions[2].offset
     assert (defines["RUN_BYTES"], defines["PAGE_BYTES"]) == (layout.run_bytes, layout.page_bytes)
     assert (defines["HEAD_DIM"], defines["NUM_KV_HEADS"], defines["PAGE_TOKENS"]) == (64, 2, 64)

@@ -366,7 +366,7 @@ def test_the_cache_of_another_key_bias_is_refused(ops: CpuOps, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("metadata", "error", "said"),
     [
-        ({"version": "1"}, UnsupportedError, 'of cache format version "1", this kvrt reads'),
+        ({"version": "2"}, UnsupportedError, 'of cache format version "2", this kvrt reads 3'),
         ({"version": None}, UnsupportedError, "of cache format version null"),
         ({"format": "kvrt-calibration"}, StorageError, "safetensors, but no saved cache"),
         ({"spec": None}, StorageError, "damaged: its metadata lack 'spec'"),
