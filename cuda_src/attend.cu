@@ -9,7 +9,7 @@
 // Compiled with -D for one layout: HEAD_DIM, FORM, K_HADAMARD, V_HADAMARD (block or 0), K_NORM, RUN_BYTES and, of each
 // side, K_CODEC, K_KIND (of exact tokens), K_CODES_OFFSET, K_META_OFFSET and the codec's own (K_BITS, K_GROUP, K_MODE,
 // K_BY_ROWS; K_E4M3; K_SLOTS). K_BIAS says whether keys lack a bias, EXTRA_BYTES how much the tables take.
-// WARPS, STAGES, CTAS_AN_SM may be set.
+// WARPS, STAGES, CTAS_AN_SM may be set; LOOKUP says whether levels of non-uniform integers are looked up in a table.
 #ifndef WARPS
 #define WARPS 4
 #endif
@@ -18,6 +18,9 @@
 #endif
 #ifndef CTAS_AN_SM
 #define CTAS_AN_SM 3
+#endif
+#ifndef LOOKUP
+#define LOOKUP 0
 #endif
 
 #include "attend_softmax.cuh"
@@ -206,6 +209,7 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
   i64 pages[STAGES];  // the page table is read one unit ahead
 #pragma unroll
   for (int i = 0; i < STAGES; ++i) pages[i] = work.page(start + i * step);
+  const Fitted fitted(layer, head);
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) {
     ring.fetch(i, work, asked, pages[i], layer, head);
@@ -213,6 +217,7 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
   }
   i64 next_page = pages[STAGES - 1];
   fill_tables(tables, layer, head);
+  fitted.write(tables);
   ptx::wait_for_previous();
   int my_ticket = 0;
   if (threadIdx.x == 0) my_ticket = atomicAdd(arrivals + blockIdx.y, 1);

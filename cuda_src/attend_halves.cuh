@@ -100,23 +100,39 @@ KVRT_INLINE void half_scores(float (&scores)[4][4], const u8* run, const Query& 
   }
 }
 #elif K_CODEC == 4
-KVRT_INLINE void half_scores(float (&scores)[4][4], const u8* run, const Query& query, const Tables& tables) {
-  const Levels<K_BITS> levels(tables.levels(false));
+// `shift` is what the scores of a query head lack, of each tile.
+KVRT_INLINE void level_scores(float (&scores)[4][4], float (&shift)[4][2], const u8* run, const Query& query,
+                              const Tables& tables) {
+  const Levels<K_BITS> levels(tables, false);
   Codes<K_BITS> codes;
+  float centres[4] = {0, 0, 0, 0};
 #pragma unroll
   for (int s = 0; s < TILES; ++s) {
     codes.load(run + K_CODES_OFFSET, s);
     const uint4 column = reinterpret_cast<const uint4*>(tables.columns())[4 * s + threadIdx.x % 4];
+    u32 low = query.low[s], high = query.high[s];
+    if (FORM != VIEW_PRE) {
+      // Half goes into the query; centres are one sum for all tokens.
+      ptx::mma_half(centres, column.z, column.z, column.w, column.w, low, high);
+      low = ptx::mul_half2(low, column.x);
+      high = ptx::mul_half2(high, column.y);
+    }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       u32 a[4];
       levels.tile(a, codes, j, s);
-      a[0] = ptx::fma_half2(a[0], column.x, column.z);
-      a[1] = ptx::fma_half2(a[1], column.x, column.z);
-      a[2] = ptx::fma_half2(a[2], column.y, column.w);
-      a[3] = ptx::fma_half2(a[3], column.y, column.w);
-      add_tile(scores[j], a, query, tables, j, s);
+      if (FORM == VIEW_PRE) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+          a[r] = ptx::fma_half2(a[r], r < 2 ? column.x : column.y, r < 2 ? column.z : column.w);
+        turn_tile(a, tables.turn(j, s));
+      }
+      ptx::mma_half(scores[j], a[0], a[1], a[2], a[3], low, high);
     }
   }
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) shift[j][h] = centres[h];
 }
 #endif

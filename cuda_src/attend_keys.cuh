@@ -181,8 +181,10 @@ KVRT_INLINE void page_scores(float (&scores)[4][4], Affine<4>& affine, const u8*
     for (int i = 0; i < 4; ++i) scores[j][i] = 0;
 #if K_CODEC == 4
   if (K_OUTLIERS > 0) add_key_outliers(scores, run, query, tables);
-#endif
+  level_scores(scores, affine.shift, run, query, tables);
+#else
   half_scores(scores, run, query, tables);
+#endif
 #if K_CODEC == 3
   const float factor = __ldg(state + head) * (K_E4M3 ? 256.0f : 1.0f);
 #pragma unroll

@@ -1,13 +1,79 @@
-// Non-uniform integers: codes become levels, as halves, by byte permutation of tables that are in registers.
+// Non-uniform integers: codes become levels, as halves: looked up in shared memory, or, where that has no room, by byte
+// permutation of tables that are in registers.
 #pragma once
-#include "attend_tables.cuh"
+#include "attend_fitted.cuh"
 
-// The levels of codes of BITS (2, 3, 4) bits: their low bytes and their high bytes.
+// Four codes of registers r and r + 2 (two bits: r and r + 1) as nibbles of either half of a word, in the order of
+// tiles, become bytes: those of a register's two halves together. So a byte is an entry of the table, and its place
+// takes one more instruction. Codes of three bits lie otherwise, and their entries have six bits.
+struct Entries {
+  u32 even, odd;  // bytes 0, 1: of nibbles 0, 2; bytes 2, 3: of nibbles 1, 3
+
+  KVRT_INLINE explicit Entries(u32 nibbles) {
+    even = ptx::pick(0x0F0F0F0Fu, nibbles, nibbles >> 12);
+    odd = ptx::pick(0x0F0F0F0Fu, nibbles << 12, nibbles);
+  }
+};
+
+// The levels of codes of BITS (2, 3, 4) bits, looked up: see `FittedLevels`.
 template <int BITS>
-struct Levels {
+struct LookedUp {
+  const u8* table;
+  u32 mine;  // what the lane has of a row
+
+  KVRT_INLINE LookedUp(const Tables& tables, bool is_value) : table(tables.lookup()) {
+    const u32 lane = threadIdx.x % WARP;
+    mine = (BITS == 2 ? lane % 16 * 8 : lane * 4) + (is_value ? 128 : 0);
+  }
+
+  // The four registers of tile (s, j).
+  KVRT_INLINE void tile(u32 (&a)[4], const Codes<BITS>& codes, int j, int s) const {
+    if constexpr (BITS == 4) {
+      const Entries all(word_of(codes.first, j));
+      a[0] = level(all.even, 0);
+      a[1] = level(all.odd, 2);
+      a[2] = level(all.even, 1);
+      a[3] = level(all.odd, 3);
+    } else if constexpr (BITS == 3) {
+      // Left shifts are products: in another pipe than prmt's.
+      if (j < 3) {
+        const u32 word = codes.words[j], bytes = ptx::prmt(word, word >> 9, 0x6420);
+        const u32 left = (bytes << 8 & 0x07000700u) | (bytes << 3 & 0x38003800u);
+        const u32 right = (bytes << 5 & 0x07000700u) | (bytes & 0x38003800u);
+        a[0] = level(left, 1);
+        a[1] = level(left, 3);
+        a[2] = level(right, 1);
+        a[3] = level(right, 3);
+      } else {
+        codes.tile(a, j, s);  // fields begin at bit 6
+#pragma unroll
+        for (int r = 0; r < 4; ++r) a[r] = level((a[r] << 18 & 0x07000000u) | (a[r] << 5 & 0x38000000u), 3);
+      }
+    } else {
+      const u32 one = s & 1;
+      const Entries all(word_of(codes.first, j));
+      const uint2 first = *reinterpret_cast<const uint2*>(entry(all.even, one));
+      const uint2 second = *reinterpret_cast<const uint2*>(entry(all.odd, 2 + one));
+      a[0] = first.x;
+      a[1] = first.y;
+      a[2] = second.x;
+      a[3] = second.y;
+    }
+  }
+
+ private:
+  // Byte i of `bytes` is the row.
+  KVRT_INLINE const u8* entry(u32 bytes, int i) const { return table + ptx::prmt(bytes, mine, 0x5504 | i << 4); }
+  KVRT_INLINE u32 level(u32 bytes, int i) const { return *reinterpret_cast<const u32*>(entry(bytes, i)); }
+};
+
+// The same from registers: the levels' low bytes and their high bytes.
+template <int BITS>
+struct Permuted {
   uint4 low, high;
 
-  KVRT_INLINE explicit Levels(const u8* bytes) {
+  KVRT_INLINE Permuted(const Tables& tables, bool is_value) {
+    const u8* bytes = tables.levels(is_value);
     low = *reinterpret_cast<const uint4*>(bytes);
     high = *reinterpret_cast<const uint4*>(bytes + 16);
   }
@@ -58,6 +124,14 @@ struct Levels {
     second = ptx::prmt(l, h, 0x7351);
   }
 };
+
+#if LOOKUP
+template <int BITS>
+using Levels = LookedUp<BITS>;
+#else
+template <int BITS>
+using Levels = Permuted<BITS>;
+#endif
 
 // The level of one code, that of half `one` of a register of a lane.
 template <int BITS>

@@ -161,6 +161,12 @@ KVRT_INLINE void write_state(float* place, Softmax& state, int heads) {
     }
   }
 #endif
+#if V_CODEC == 4
+#pragma unroll
+  for (int s = 0; s < TILES; ++s)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) state.sums[s][i] += state.minima[0][i & 1];
+#endif
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     if (!TOTAL_IN_TILE)

@@ -11,6 +11,7 @@ static constexpr int REST_BYTES = K_BIAS ? TURNS_BYTES : 0;
 static constexpr int LEFT_OUT_BYTES = K_BIAS ? HEAD_DIM * 4 : 0;
 static constexpr int BIAS_BYTES = K_BIAS ? 8 * HEAD_DIM * 4 : 0;
 static constexpr int LEVELS_BYTES = 32;
+static constexpr int LOOKUP_ROW = 256;
 
 #if K_CODEC == 4
 static constexpr int K_COLUMNS_BYTES = TILES * 4 * 16;
@@ -26,12 +27,27 @@ static constexpr int V_OUTLIERS = 0;
 static constexpr int V_SHARED_BYTES = V_CODEC == 4 ? 64 * 4 + V_OUTLIERS * 4 : 0;  // behind a page's run, in a stage
 static constexpr int WEIGHTS_PITCH = 66;                                           // halves, odd in words
 
+// Rows of the table that levels are looked up in.
+KVRT_INLINE constexpr int lookup_rows(int bits) { return bits == 3 ? 64 : 256; }
+#if LOOKUP && K_CODEC == 4
+static constexpr int K_LOOKUP_ROWS = lookup_rows(K_BITS);
+#else
+static constexpr int K_LOOKUP_ROWS = 0;
+#endif
+#if LOOKUP && V_CODEC == 4
+static constexpr int V_LOOKUP_ROWS = lookup_rows(V_BITS);
+#else
+static constexpr int V_LOOKUP_ROWS = 0;
+#endif
+static constexpr int LOOKUP_ROWS = K_LOOKUP_ROWS > V_LOOKUP_ROWS ? K_LOOKUP_ROWS : V_LOOKUP_ROWS;
+
 // Offsets.
 static constexpr int REST_AT = TURNS_BYTES, LEFT_OUT_AT = REST_AT + REST_BYTES, BIAS_AT = LEFT_OUT_AT + LEFT_OUT_BYTES;
 static constexpr int K_LEVELS_AT = BIAS_AT + BIAS_BYTES;
 static constexpr int K_COLUMNS_AT = K_LEVELS_AT + (K_CODEC == 4 ? LEVELS_BYTES : 0);
 static constexpr int V_LEVELS_AT = K_COLUMNS_AT + K_COLUMNS_BYTES;
-static constexpr int WARPS_AT = V_LEVELS_AT + (V_CODEC == 4 ? LEVELS_BYTES : 0);
+static constexpr int LOOKUP_AT = V_LEVELS_AT + (V_CODEC == 4 ? LEVELS_BYTES : 0);
+static constexpr int WARPS_AT = LOOKUP_AT + LOOKUP_ROWS * LOOKUP_ROW;
 static constexpr int QUERY_PITCH = HALF + 2;  // words: heads are not all in one bank, and pairs of words are whole
 static constexpr int QUERY_BYTES = K_OUTLIERS > 0 ? 8 * QUERY_PITCH * 4 : 0, ENTRIES_BYTES = K_OUTLIERS * 8;
 static constexpr int WEIGHTS_BYTES = V_OUTLIERS > 0 ? 8 * WEIGHTS_PITCH * 2 : 0;
@@ -56,6 +72,8 @@ struct Tables {
   KVRT_INLINE u32* columns() const { return reinterpret_cast<u32*>(place + K_COLUMNS_AT); }
   // Levels: 16 low bytes, 16 high bytes.
   KVRT_INLINE u8* levels(bool is_value) const { return place + (is_value ? V_LEVELS_AT : K_LEVELS_AT); }
+  // (LOOKUP_ROWS, LOOKUP_ROW) bytes: levels of two or four codes, see attend_fitted.cuh.
+  KVRT_INLINE u8* lookup() const { return place + LOOKUP_AT; }
   // The warp's query, pairs of halves (8, QUERY_PITCH); outliers of keys, (K_OUTLIERS,); weights, halves
   // (8, WEIGHTS_PITCH).
   KVRT_INLINE u32* query() const { return reinterpret_cast<u32*>(mine()); }
@@ -85,43 +103,13 @@ KVRT_INLINE void fill_turns(const Tables& tables, const float* turns) {
   }
 }
 
-// read_levels (2^bits,) f32.
-KVRT_INLINE void fill_levels(u8* to, const float* read_levels, int bits) {
-  for (int i = threadIdx.x; i < 16; i += WARPS * WARP) {
-    const u16 level = i < 1 << bits ? ptx::float_to_half(read_levels[i]) : 0;
-    to[i] = level & 255;
-    to[16 + i] = level >> 8;
-  }
-}
-
-// centre, half (HEAD_DIM,) f32 of a KV head's channels.
-KVRT_INLINE void fill_columns(const Tables& tables, const float* centre, const float* half) {
-  for (int i = threadIdx.x; i < TILES * 4; i += WARPS * WARP) {
-    const int c = 8 * (i / 4) + 2 * (i % 4);
-    u32* to = tables.columns() + 4 * i;
-    to[0] = ptx::pack_half(half[c], half[c + 1]);
-    to[1] = ptx::pack_half(half[HALF + c], half[HALF + c + 1]);
-    to[2] = ptx::pack_half(centre[c], centre[c + 1]);
-    to[3] = ptx::pack_half(centre[HALF + c], centre[HALF + c + 1]);
-  }
-}
-
-// All that does not depend on the query, by all threads of a CTA.
+// What does not depend on the query, by all threads of a CTA.
 KVRT_INLINE void fill_tables(const Tables& tables, const i64* layer, int head) {
   if (HAS_TURNS) fill_turns(tables, reinterpret_cast<const float*>(layer[VIEW_TURNS]));
   if (K_BIAS) {
     const float* bias = reinterpret_cast<const float*>(layer[VIEW_KEY_BIAS]) + head * HEAD_DIM;
     for (int i = threadIdx.x; i < HEAD_DIM; i += WARPS * WARP) tables.left_out()[i] = bias[i];
   }
-#if K_CODEC == 4
-  const float* keys = reinterpret_cast<const float*>(layer[VIEW_KEY_SIDE + VIEW_TABLE]);
-  const float* centre = keys + 2 * (1 << K_BITS) + head * HEAD_DIM;
-  fill_levels(tables.levels(false), keys, K_BITS);
-  fill_columns(tables, centre, centre + layer[VIEW_HEADS] * HEAD_DIM);
-#endif
-#if V_CODEC == 4
-  fill_levels(tables.levels(true), reinterpret_cast<const float*>(layer[VIEW_VALUE_SIDE + VIEW_TABLE]), V_BITS);
-#endif
 }
 
 // And what does, from queries (8, HEAD_DIM) f32 in shared memory; threads wait for each other before and after.

@@ -177,17 +177,17 @@ KVRT_INLINE void add_float_values(float (&sums)[TILES][4], const u8* run, const 
 #endif
 
 #if V_CODEC == 4
-// Non-uniform integers: half and centre go with tokens, over all heads.
-KVRT_INLINE void add_level_values(float (&sums)[TILES][4], const u8* run, const Weights& weights,
-                                  const Tables& tables) {
-  const Levels<V_BITS> levels(tables.levels(true));
+// Non-uniform integers: half and centre go with tokens, over all heads. Rows 0 ... 7 of the first tile of minima gather
+// the centres.
+KVRT_INLINE void add_level_values(float (&sums)[TILES][4], float (&minima)[2][4], const u8* run,
+                                  const Weights& weights, const Tables& tables) {
+  const Levels<V_BITS> levels(tables, true);
   const uint2* planes = reinterpret_cast<const uint2*>(run + RUN_BYTES) + threadIdx.x % 4;
-  float middle[4] = {0, 0, 0, 0};
   u32 low[4], high[4];
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const uint2 centre = planes[4 * j], half = planes[16 + 4 * j];
-    ptx::mma_half(middle, centre.x, centre.x, centre.y, centre.y, weights.low[j], weights.high[j]);
+    ptx::mma_half(minima[0], centre.x, 0, centre.y, 0, weights.low[j], weights.high[j]);
     low[j] = ptx::mul_half2(weights.low[j], half.x);
     high[j] = ptx::mul_half2(weights.high[j], half.y);
   }
@@ -195,8 +195,6 @@ KVRT_INLINE void add_level_values(float (&sums)[TILES][4], const u8* run, const 
 #pragma unroll
   for (int s = 0; s < TILES; ++s) {
     codes.load(run + V_CODES_OFFSET, s);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums[s][i] += middle[i];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       u32 a[4];
@@ -212,7 +210,7 @@ KVRT_INLINE void add_level_values(float (&sums)[TILES][4], const u8* run, const 
 KVRT_INLINE void add_page_values(float (&sums)[TILES][4], float (&minima)[2][4], u8* run, const Weights& weights,
                                  const Tables& tables, const float* state, int head) {
 #if V_CODEC == 4
-  add_level_values(sums, run, weights, tables);
+  add_level_values(sums, minima, run, weights, tables);
   if (V_OUTLIERS > 0) add_value_outliers(sums, run, weights.low, weights.high, tables, head);
 #elif V_CODEC == 3
   add_float_values(sums, run, weights, __ldg(state + head));

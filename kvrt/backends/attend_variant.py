@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from . import view
@@ -26,6 +26,12 @@ _OWN_SHARED = 1024
 
 _LEVELS = 32
 """Bytes of the levels of one side."""
+
+_LOOKUP_ROW = 256
+"""Bytes of a row of the table that levels are looked up in."""
+
+_LOOKUP_WARPS = 8
+"""Warps that must be left for that table to be worth its memory."""
 
 
 def attend_defines(settings: Sequence[int]) -> dict[str, Any]:
@@ -68,10 +74,18 @@ def attend_defines(settings: Sequence[int]) -> dict[str, Any]:
     return defines
 
 
+def _lookup_rows(defines: dict[str, Any]) -> int:
+    """Rows of the table that levels are looked up in, 0 if there is none."""
+    if not defines.get("LOOKUP"):
+        return 0
+    sides = [side for side in "KV" if defines[f"{side}_CODEC"] == NUQ]
+    return max(64 if defines[f"{side}_BITS"] == 3 else 256 for side in sides)
+
+
 def extra_bytes(defines: dict[str, Any], warps: int) -> int:
     """Bytes of a CTA's tables in shared memory, as attend_tables.cuh counts them."""
     dim = defines["HEAD_DIM"]
-    size = 0
+    size = _lookup_rows(defines) * _LOOKUP_ROW
     if defines["FORM"] == view.PRE or defines["K_BIAS"]:
         size += PAGE_TOKENS * dim * 2  # angles of the offsets in a block
     if defines["K_BIAS"]:
@@ -128,13 +142,26 @@ def _wants_many_warps(defines: dict[str, Any]) -> bool:
     return bool(defines["K_CODEC"] == DENSE)
 
 
+def with_lookup(defines: dict[str, Any]) -> dict[str, Any]:
+    """The options, with levels looked up in a table if there are any."""
+    levels = NUQ in (defines["K_CODEC"], defines["V_CODEC"])
+    return {**defines, "LOOKUP": 1} if levels else defines
+
+
+def _candidates(defines: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int, int]]:
+    """Options, warps and stages, from the best on."""
+    shapes = SHAPES[0 if _wants_many_warps(defines) else 1 :]
+    wide = with_lookup(defines)
+    yield from ((wide, *shape) for shape in shapes if shape[0] >= _LOOKUP_WARPS)
+    yield from ((defines, *shape) for shape in shapes)
+
+
 def compiled(settings: Sequence[int], shared: int = _SHARED) -> dict[str, Any]:
     """All -D options that a layer's kernel is compiled with: `attend_defines` and its shape.
 
     `shared` is how many bytes of shared memory a CTA may have on the device.
     """
-    defines = attend_defines(settings)
-    for warps, stages in SHAPES[0 if _wants_many_warps(defines) else 1 :]:
+    for defines, warps, stages in _candidates(attend_defines(settings)):
         if shared_bytes(defines, warps, stages) <= shared - _OWN_SHARED:
             break
     return with_shape(defines, warps, stages)

@@ -301,6 +301,7 @@ inline u32 prmt(u32 a, u32 b, u32 selector) {
   }
   return result;
 }
+inline u32 pick(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 
 template <float (*Widen)(u16)>
 void mma_any(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

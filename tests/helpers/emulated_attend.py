@@ -4,12 +4,18 @@ from typing import Any
 
 import numpy as np
 
-from kvrt.backends.attend_variant import QUERY_HEADS, attend_defines, shared_bytes, with_shape
+from kvrt.backends.attend_variant import (
+    QUERY_HEADS,
+    attend_defines,
+    shared_bytes,
+    with_lookup,
+    with_shape,
+)
 from kvrt.backends.cpu import CpuOps
 from kvrt.kvstore import Geometry, KVStore
 from tests.emulator import EmulatedModule
 
-from .codecs import rotary_for
+from .codecs import FittedTables, rotary_for
 from .stores import new_store
 
 WARPS, STAGES = 4, 2
@@ -28,6 +34,7 @@ def make_store(
     outliers: float = 0.0,
     amplitude: float = 1.0,
     size: float = 20.0,
+    calibration: FittedTables | None = None,
 ) -> KVStore:
     """A store of one layer; keys have a bias of that spread, if any, and RoPE that amplitude.
 
@@ -38,6 +45,8 @@ def make_store(
     left_out = rng.normal(0, bias, (kv_heads, dim)).astype(np.float32)
     rotary = rotary_for(geometry, amplitude=amplitude)
     extras: dict[str, Any] = {"rotary": rotary}
+    if calibration is not None:
+        extras["calibration"] = calibration
     if bias:
         extras["key_bias"] = [ops.to_device(left_out)]
     store = new_store(ops, spec, geometry, max(tokens, 1), **extras)
@@ -66,10 +75,12 @@ def attend_both(
     splits: int = 3,
     spread: float = 1.0,
     bulk: bool = False,
+    lookup: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """What the emulated kernel and the CPU's give: (heads, dim) f32 each.
 
     Queries have that spread. `bulk`: pages come by the copy engine, as from sm_90 on.
+    `lookup`: levels of non-uniform integers are looked up, as where there is memory for that.
     """
     view = store.view(0)
     heads, dim = group * view.num_kv_heads, view.head_dim
@@ -80,6 +91,8 @@ def attend_both(
     ops.attend(q, view, scale, window, expected)
 
     defines = attend_defines(view.settings)
+    if lookup:
+        defines = with_lookup(defines)
     shape = with_shape(defines, WARPS, STAGES)
     module = EmulatedModule("attend.cu", {**shape, "KVRT_BULK_COPIES": int(bulk)})
     extent = view.extent

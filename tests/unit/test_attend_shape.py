@@ -7,7 +7,9 @@ from kvrt.backends.cpu import CpuOps
 from kvrt.kvstore import Geometry
 from tests.helpers.stores import new_store
 
-SPECS = ["f16", "bf16", "f8", "q8_0", "kivi2", "kivi4", "kvrt2", "kvrt4", "kvquant3:1%"]
+SPECS = [
+    "f16", "bf16", "f8", "q8_0", "kivi2", "kivi4", "kvrt2", "kvrt4", "kvquant3:1%", "k=nuq4,v=nuq4",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])
@@ -27,3 +29,16 @@ def test_many_warps_where_bytes_are_few(ops: CpuOps) -> None:
         settings = new_store(ops, spec, Geometry(1, 8, 128)).view(0).settings.tolist()
         warps[spec] = compiled(settings)["WARPS"]
     assert warps == {"kivi2": 12, "kvrt2": 12, "kvrt4": 8, "f16": 12}
+
+
+def test_levels_are_looked_up_where_that_costs_no_warps(ops: CpuOps) -> None:
+    looked_up = {}
+    for spec in ("k=nuq4,v=nuq4", "k=int4:channel:g64,v=nuq2", "kivi4", "kvquant4:1%"):
+        settings = new_store(ops, spec, Geometry(1, 8, 128)).view(0).settings.tolist()
+        looked_up[spec] = [compiled(settings, kib << 10).get("LOOKUP", 0) for kib in (227, 163, 99)]
+    assert looked_up == {
+        "k=nuq4,v=nuq4": [1, 0, 0],
+        "k=int4:channel:g64,v=nuq2": [1, 0, 0],
+        "kivi4": [0, 0, 0],
+        "kvquant4:1%": [0, 0, 0],
+    }

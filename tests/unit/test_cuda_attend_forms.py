@@ -1,10 +1,16 @@
 """Keys before RoPE, a bias left out of them, non-uniform integers: attention, emulated."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from kvrt.backends.cpu import CpuOps
+from kvrt.calibration import NuqTables
+from kvrt.kvstore import Geometry
+from kvrt.kvstore.codecs import Nuq
 from tests.emulator import COMPILER
+from tests.helpers.codecs import FittedTables
 from tests.helpers.emulated_attend import TOLERANCE, attend_both, error, make_store
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="the emulator needs g++")
@@ -48,14 +54,33 @@ def test_the_amplitude_of_yarn(ops: CpuOps, spec: str) -> None:
 NON_UNIFORM = [
     "kvquant2", "kvquant3", "kvquant4", "kvquant2:1%", "kvquant3:1%", "kvquant4:1%",
     "k=nuq2:1%,v=nuq3:1%", "k=nuq4:1%:qnorm:page,v=int4:token:g64,sink=70",
-    "k=int2:channel:g32,v=nuq4:1%,window=100", "k=nuq3,v=nuq2:qnorm",
+    "k=int2:channel:g32,v=nuq4:1%,window=100", "k=nuq3,v=nuq2:qnorm", "k=nuq2,v=nuq4",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("spec", NON_UNIFORM)
 def test_non_uniform_integers(ops: CpuOps, spec: str) -> None:
     store = make_store(ops, spec, kv_heads=2, dim=64, tokens=411, outliers=0.005)
-    assert error(*attend_both(ops, store, group=3, spread=0.3)) < TOLERANCE
+    looked_up, expected = attend_both(ops, store, group=3, spread=0.3)
+    assert error(looked_up, expected) < TOLERANCE
+    # Where a device has no memory for the table.
+    permuted, _ = attend_both(ops, store, group=3, spread=0.3, lookup=False)
+    np.testing.assert_array_equal(permuted, looked_up)
+
+
+class WideTables(FittedTables):
+    """Keys of a thousand."""
+
+    def tables(self, layer: int, is_value: bool, codec: Nuq, rope: str = "post") -> NuqTables:
+        fitted = super().tables(layer, is_value, codec, rope)
+        return fitted if fitted.half is None else replace(fitted, half=fitted.half * 400)
+
+
+def test_keys_of_a_thousand(ops: CpuOps) -> None:
+    # A query is up to 2^8, and times half of what a channel's keys span it must be a half still.
+    wide = WideTables(Geometry(1, 1, 64))
+    store = make_store(ops, "k=nuq4,v=nuq4", 1, 64, tokens=200, calibration=wide)
+    assert error(*attend_both(ops, store, group=2, spread=0.01)) < TOLERANCE
 
 
 SIZES = [
