@@ -8,7 +8,8 @@
 //
 // Compiled with -D for one layout: HEAD_DIM, FORM, K_HADAMARD, V_HADAMARD (block or 0), K_NORM, RUN_BYTES and, of each
 // side, K_CODEC, K_KIND (of exact tokens), K_CODES_OFFSET, K_META_OFFSET and the codec's own (K_BITS, K_GROUP, K_MODE,
-// K_BY_ROWS; K_E4M3; K_SLOTS). K_BIAS says whether keys lack a bias, EXTRA_BYTES how much the tables take.
+// K_BY_ROWS; K_E4M3; K_SLOTS). TURNED_TILES are the tiles of channels in which keys before RoPE must be turned, K_BIAS
+// says whether keys lack a bias, EXTRA_BYTES how much the tables take.
 // WARPS, STAGES, CTAS_AN_SM may be set; LOOKUP says whether levels of non-uniform integers are looked up in a table.
 #ifndef WARPS
 #define WARPS 4
@@ -154,7 +155,7 @@ KVRT_INLINE void attend_page(Softmax& state, u8* run, const Query& query, const 
 }
 #endif
 
-// queries (8, HEAD_DIM) f32 = q (heads, HEAD_DIM) times scale, and zeros.
+// queries (8, Q_PITCH) f32 = q (heads, HEAD_DIM) times scale, and zeros.
 KVRT_INLINE void read_queries(float* queries, const float* q, int heads, float scale) {
   constexpr int COUNT = 8 * HEAD_DIM / 4, EACH = (COUNT + WARPS * WARP - 1) / (WARPS * WARP);
   float4 parts[EACH];  // all loads before all stores: they do not wait for each other
@@ -168,7 +169,10 @@ KVRT_INLINE void read_queries(float* queries, const float* q, int heads, float s
   for (int n = 0; n < EACH; ++n) {
     const int i = threadIdx.x + n * WARPS * WARP;
     const float4& x = parts[n];
-    if (i < COUNT) reinterpret_cast<float4*>(queries)[i] = {x.x * scale, x.y * scale, x.z * scale, x.w * scale};
+    const int head = i / (HEAD_DIM / 4), part = i % (HEAD_DIM / 4);
+    if (i < COUNT)
+      reinterpret_cast<float4*>(queries)[head * (Q_PITCH / 4) + part] = {x.x * scale, x.y * scale, x.z * scale,
+                                                                         x.w * scale};
   }
 }
 
@@ -187,8 +191,8 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
   __shared__ u64 barriers[WARPS * STAGES];
   __shared__ int ticket;
   ptx::let_next_start();
-  float* queries = reinterpret_cast<float*>(shared);  // (8, HEAD_DIM)
-  const Tables tables{shared + 8 * HEAD_DIM * 4, 0x64006400u | u32(group) >> 31};
+  float* queries = reinterpret_cast<float*>(shared);  // (8, Q_PITCH)
+  const Tables tables{shared + 8 * Q_PITCH * 4, 0x64006400u | u32(group) >> 31};
   u8* rings = tables.place + EXTRA_BYTES;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int tiles = (group + 7) / 8, head = blockIdx.y / tiles, tile = blockIdx.y % tiles;
@@ -234,10 +238,11 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
     unscale[0] = __shfl_sync(ALL_LANES, query.unscale, lane % 4 * 8);
     unscale[1] = __shfl_sync(ALL_LANES, query.unscale, lane % 4 * 8 + 4);
   };
-  if (!BY_BLOCK && !K_NORM) {
-    make_query(query, queries, nullptr, nullptr);
+  if (SAME_NORM) {
+    find_scale(query, queries, heads);
     spread_unscale();
   }
+  if (!BY_BLOCK && SAME_NORM) make_query(query, queries, nullptr, nullptr);
   int made = -1;
   for (int index = start; index < units; index += step) {
     ring.fetch(work, asked, next_page, layer, head);
@@ -249,12 +254,12 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
     const float* base = reinterpret_cast<const float*>(bytes + UNIT_BYTES);
     // The query is made anew where it is another: for each page, or for packed keys that were divided by factors.
     const auto prepare = [&](int wanted) {
-      if ((!BY_BLOCK && !K_NORM) || wanted == made) return;
+      if ((!BY_BLOCK && SAME_NORM) || wanted == made) return;
       if (BY_BLOCK && heads <= 4)
         make_four(query, queries, base, packed ? factors : nullptr);
       else
         make_query(query, queries, BY_BLOCK ? base : nullptr, packed ? factors : nullptr);
-      spread_unscale();
+      if (!SAME_NORM) spread_unscale();
       made = wanted;
     };
     if (packed) {

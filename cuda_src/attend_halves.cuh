@@ -9,11 +9,59 @@ static constexpr int K_MIDDLE = K_CODEC == 2 ? 1 << (K_BITS - 1) : (1 << (K_BITS
 static constexpr bool K_MINIMA = K_CODEC == 1 && K_MODE != 1, K_CENTRED = K_CODEC == 2 || K_MODE == 1;
 #endif
 
-// Rotate a tile, if keys are kept before RoPE, and multiply it.
-KVRT_INLINE void add_tile(float (&sums)[4], u32 (&a)[4], const Query& query, const Tables& tables, int j, int s) {
-  if (FORM == VIEW_PRE) turn_tile(a, tables.turn(j, s));
-  ptx::mma_half(sums, a[0], a[1], a[2], a[3], query.low[s], query.high[s]);
-}
+// What keys of a tile of channels are multiplied with. Slow tiles are not turned: their query is that of the block's
+// middle, and goes on from there in a line.
+struct TileQuery {
+  u32 low, high, low_slope = 0, high_slope = 0;
+  bool slow, turned;
+
+  KVRT_INLINE TileQuery(const Query& query, const Tables& tables, int s) {
+    low = query.low[s];
+    high = query.high[s];
+    turned = FORM == VIEW_PRE && s < TURNED_TILES;
+    slow = s >= TURNED_TILES;
+    if (!slow) return;
+    const uint4 line = tables.slow(s);
+    const u32 before = low;
+    low = ptx::fma_half2(low, line.x, ptx::mul_half2(high, line.y));
+    high = ptx::fma_half2(high, line.x, ptx::neg_half2(ptx::mul_half2(before, line.y)));
+    low_slope = ptx::mul_half2(high, line.z);
+    high_slope = ptx::neg_half2(ptx::mul_half2(low, line.z));
+  }
+};
+
+// Slow tiles come first, and what they bring is put together before the others come: that takes less registers.
+KVRT_INLINE int tile_at(int i) { return (i + TURNED_TILES) % TILES; }
+
+// Scores of a page, as they are summed up.
+struct HalfScores {
+  float (&scores)[4][4];
+  float slopes[4][4];
+
+  KVRT_INLINE explicit HalfScores(float (&scores)[4][4]) : scores(scores) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) slopes[j][i] = 0;
+  }
+
+  // Rotate the keys of a tile, if need be, and multiply them.
+  KVRT_INLINE void add(u32 (&a)[4], const TileQuery& query, const Tables& tables, int j, int s) {
+    if (query.turned) turn_tile(a, tables.turn(j, s));
+    ptx::mma_half(scores[j], a[0], a[1], a[2], a[3], query.low, query.high);
+    if (query.slow) ptx::mma_half(slopes[j], a[0], a[1], a[2], a[3], query.low_slope, query.high_slope);
+  }
+
+  // After tile s of the token tiles first ... first + count - 1.
+  KVRT_INLINE void end_tile(int s, int first, int count) {
+    if (!HAS_SLOW || s != TILES - 1) return;
+    const float row = int(threadIdx.x % WARP / 4) / 32.0f;  // -1 ... 1 are a block
+#pragma unroll
+    for (int j = first; j < first + count; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[j][i] += slopes[j][i] * (row + (16 * j + 8 * (i >> 1) - 32) / 32.0f);
+  }
+};
 
 #if K_CODEC == 1 || K_CODEC == 2
 // A half2 of scales becomes what to multiply codes by and what to add to the product.
@@ -26,26 +74,29 @@ KVRT_INLINE void affine(u32& scale, u32& shift, u32 minimum) {
 }
 
 // Keys of tile (s, j): scales and shifts of the registers 0 ... 3 are (first, second, first, second) of either half.
-KVRT_INLINE void add_affine_tile(float (&sums)[4], const Codes<K_BITS>& codes, const u32 (&scale)[4],
-                                 const u32 (&shift)[4], const Query& query, const Tables& tables, int j, int s) {
+KVRT_INLINE void add_affine_tile(HalfScores& sums, const Codes<K_BITS>& codes, const u32 (&scale)[4],
+                                 const u32 (&shift)[4], const TileQuery& query, const Tables& tables, int j, int s) {
   u32 a[4];
   codes.tile(a, j, s);
   make_integers<K_BITS>(a, j, K_CENTRED ? K_MIDDLE : 0, tables.thousand);
 #pragma unroll
   for (int r = 0; r < 4; ++r)
     a[r] = K_CENTRED ? ptx::mul_half2(a[r], scale[r]) : ptx::fma_half2(a[r], scale[r], shift[r]);
-  add_tile(sums, a, query, tables, j, s);
+  sums.add(a, query, tables, j, s);
 }
 
 KVRT_INLINE void half_scores(float (&scores)[4][4], const u8* run, const Query& query, const Tables& tables) {
   Codes<K_BITS> codes;
+  HalfScores sums(scores);
 #if K_BY_ROWS
   constexpr int TILES_A_GROUP = 4 / K_GROUPS;
   const uint2* scales = reinterpret_cast<const uint2*>(run + K_META_OFFSET) + threadIdx.x % 4;
 #pragma unroll
   for (int g = 0; g < K_GROUPS; ++g)
 #pragma unroll
-    for (int s = 0; s < TILES; ++s) {
+    for (int i = 0; i < TILES; ++i) {
+      const int s = tile_at(i);
+      const TileQuery tile(query, tables, s);
       codes.load(run + K_CODES_OFFSET, s);
       const int place = (g * HEAD_DIM + 16 * s) / 4;
       const uint2 columns = scales[place];
@@ -57,17 +108,19 @@ KVRT_INLINE void half_scores(float (&scores)[4][4], const u8* run, const Query& 
 #pragma unroll
       for (int t = 0; t < TILES_A_GROUP; ++t) {
         const int j = g * TILES_A_GROUP + t;
-        add_affine_tile(scores[j], codes, scale, shift, query, tables, j, s);
+        add_affine_tile(sums, codes, scale, shift, tile, tables, j, s);
       }
+      sums.end_tile(s, g * TILES_A_GROUP, TILES_A_GROUP);
     }
 #else
   const u16* scales = reinterpret_cast<const u16*>(run + K_META_OFFSET) + threadIdx.x % WARP / 4;
   u32 scale[4][4], shift[4][4];
 #pragma unroll
-  for (int s = 0; s < TILES; ++s) {
+  for (int i = 0; i < TILES; ++i) {
     // Tiles whose channels are in the same two groups share scales.
-    const int low = 8 * s / K_GROUP, high = (HALF + 8 * s) / K_GROUP;
-    if (s == 0 || low != 8 * (s - 1) / K_GROUP || high != (HALF + 8 * (s - 1)) / K_GROUP)
+    const int s = tile_at(i), low = 8 * s / K_GROUP, high = (HALF + 8 * s) / K_GROUP;
+    const int before = tile_at(i + TILES - 1);
+    if (i == 0 || low != 8 * before / K_GROUP || high != (HALF + 8 * before) / K_GROUP)
 #pragma unroll
       for (int j = 0; j < 4; ++j)
 #pragma unroll
@@ -76,9 +129,11 @@ KVRT_INLINE void half_scores(float (&scores)[4][4], const u8* run, const Query& 
           scale[j][r] = scales[place] * 0x10001u;
           affine(scale[j][r], shift[j][r], K_MINIMA ? scales[K_GROUPS * 64 + place] * 0x10001u : 0);
         }
+    const TileQuery tile(query, tables, s);
     codes.load(run + K_CODES_OFFSET, s);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) add_affine_tile(scores[j], codes, scale[j], shift[j], query, tables, j, s);
+    for (int j = 0; j < 4; ++j) add_affine_tile(sums, codes, scale[j], shift[j], tile, tables, j, s);
+    sums.end_tile(s, 0, 4);
   }
 #endif
 }
@@ -86,8 +141,11 @@ KVRT_INLINE void half_scores(float (&scores)[4][4], const u8* run, const Query& 
 // 8-bit floats; e4m3 come out 2^-8 of their value.
 KVRT_INLINE void half_scores(float (&scores)[4][4], const u8* run, const Query& query, const Tables& tables) {
   Codes<8> codes;
+  HalfScores sums(scores);
 #pragma unroll
-  for (int s = 0; s < TILES; ++s) {
+  for (int i = 0; i < TILES; ++i) {
+    const int s = tile_at(i);
+    const TileQuery tile(query, tables, s);
     codes.load(run + K_CODES_OFFSET, s);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -95,8 +153,9 @@ KVRT_INLINE void half_scores(float (&scores)[4][4], const u8* run, const Query& 
       minifloats<K_E4M3>(low, word_of(codes.first, j));
       minifloats<K_E4M3>(high, word_of(codes.second, j));
       u32 a[4] = {low[0], low[1], high[0], high[1]};
-      add_tile(scores[j], a, query, tables, j, s);
+      sums.add(a, tile, tables, j, s);
     }
+    sums.end_tile(s, 0, 4);
   }
 }
 #elif K_CODEC == 4
@@ -106,29 +165,30 @@ KVRT_INLINE void level_scores(float (&scores)[4][4], float (&shift)[4][2], const
   const Levels<K_BITS> levels(tables, false);
   Codes<K_BITS> codes;
   float centres[4] = {0, 0, 0, 0};
+  HalfScores sums(scores);
 #pragma unroll
-  for (int s = 0; s < TILES; ++s) {
+  for (int i = 0; i < TILES; ++i) {
+    const int s = tile_at(i);
+    TileQuery tile(query, tables, s);
     codes.load(run + K_CODES_OFFSET, s);
     const uint4 column = reinterpret_cast<const uint4*>(tables.columns())[4 * s + threadIdx.x % 4];
-    u32 low = query.low[s], high = query.high[s];
     if (FORM != VIEW_PRE) {
       // Half goes into the query; centres are one sum for all tokens.
-      ptx::mma_half(centres, column.z, column.z, column.w, column.w, low, high);
-      low = ptx::mul_half2(low, column.x);
-      high = ptx::mul_half2(high, column.y);
+      ptx::mma_half(centres, column.z, column.z, column.w, column.w, tile.low, tile.high);
+      tile.low = ptx::mul_half2(tile.low, column.x);
+      tile.high = ptx::mul_half2(tile.high, column.y);
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       u32 a[4];
       levels.tile(a, codes, j, s);
-      if (FORM == VIEW_PRE) {
+      if (FORM == VIEW_PRE)
 #pragma unroll
         for (int r = 0; r < 4; ++r)
           a[r] = ptx::fma_half2(a[r], r < 2 ? column.x : column.y, r < 2 ? column.z : column.w);
-        turn_tile(a, tables.turn(j, s));
-      }
-      ptx::mma_half(scores[j], a[0], a[1], a[2], a[3], low, high);
+      sums.add(a, tile, tables, j, s);
     }
+    sums.end_tile(s, 0, 4);
   }
 #pragma unroll
   for (int j = 0; j < 4; ++j)

@@ -7,6 +7,7 @@
 
 static constexpr int TILES = HEAD_DIM / 16;  // k-steps of Q K, and tiles of 16 channels
 static constexpr int HALF = HEAD_DIM / 2;
+static constexpr int Q_PITCH = HEAD_DIM + 8;  // floats of a query in shared memory: heads are not all in one bank
 
 // How much less the high half of a head is in a Query, for codes of packed keys that weigh so much more there.
 #if FORM != VIEW_PRE && (K_CODEC == 1 || K_CODEC == 2) && K_BY_ROWS && K_BITS < 4
@@ -20,7 +21,7 @@ struct Query {
 #if K_KIND == 2
   u32 low_rest[TILES], high_rest[TILES];  // what bf16 leaves over, as bf16
 #endif
-  float unscale;  // of head lane / 4
+  float scale, unscale;  // that power of two for head lane / 4, and its inverse
 };
 
 // One step of a Hadamard transform between channels of which the lane holds both.
@@ -93,13 +94,30 @@ KVRT_INLINE float scale_of(float squares, float& unscale) {
   return __uint_as_float(u32(127 + up) << 23);
 }
 
-// Make fragments of q (8, HEAD_DIM) f32 in shared memory, after RoPE and scaled: turned backwards by the angles of
+// Whether a query has the same norm wherever it is turned to: then its scale is found once.
+static constexpr bool SAME_NORM = !K_NORM;
+
+KVRT_INLINE void find_scale(Query& query, const float* q, int heads) {
+  const int lane = threadIdx.x % WARP, head = heads <= 4 ? lane / 4 % 4 : lane / 4;
+  float squares = 0;
+#pragma unroll
+  for (int i = 0; i < 2 * TILES; ++i) {
+    const float2 x = load_pair(q + head * Q_PITCH + 8 * i + 2 * (lane % 4));
+    squares += x.x * x.x + x.y * x.y;
+  }
+  squares += __shfl_xor_sync(ALL_LANES, squares, 1);
+  squares += __shfl_xor_sync(ALL_LANES, squares, 2);
+  query.scale = scale_of(squares, query.unscale);
+  if (heads <= 4 && lane >= 16) query.unscale = 0;  // as `make_four` has it
+}
+
+// Make fragments of q (8, Q_PITCH) f32 in shared memory, after RoPE and scaled: turned backwards by the angles of
 // `base` (2, HALF) f32 if there are any, transformed, multiplied by `factors` (HEAD_DIM,) f32 if there are any.
 KVRT_INLINE void make_query(Query& query, const float* q, const float* base, const float* factors) {
   const int lane = threadIdx.x % WARP, head = lane / 4, col = lane % 4;
   float x[2 * TILES][2];
 #pragma unroll
-  for (int s = 0; s < TILES; ++s) read_query(x[s], x[TILES + s], q + head * HEAD_DIM, base, 8 * s + 2 * col);
+  for (int s = 0; s < TILES; ++s) read_query(x[s], x[TILES + s], q + head * Q_PITCH, base, 8 * s + 2 * col);
 #if K_HADAMARD > 0
   hadamard<K_HADAMARD, false>(x);
 #endif
@@ -111,9 +129,12 @@ KVRT_INLINE void make_query(Query& query, const float* q, const float* base, con
       if (factors != nullptr) x[i][one] *= __ldg(factors + 8 * i + 2 * col + one);
       squares += x[i][one] * x[i][one];
     }
-  squares += __shfl_xor_sync(ALL_LANES, squares, 1);
-  squares += __shfl_xor_sync(ALL_LANES, squares, 2);
-  const float scale = scale_of(squares, query.unscale), above = scale / LESS_HIGH;
+  if (!SAME_NORM) {
+    squares += __shfl_xor_sync(ALL_LANES, squares, 1);
+    squares += __shfl_xor_sync(ALL_LANES, squares, 2);
+    query.scale = scale_of(squares, query.unscale);
+  }
+  const float scale = query.scale, above = scale / LESS_HIGH;
 #pragma unroll
   for (int s = 0; s < TILES; ++s) {
     const float a = x[s][0] * scale, b = x[s][1] * scale, c = x[TILES + s][0] * above, d = x[TILES + s][1] * above;
@@ -138,7 +159,7 @@ KVRT_INLINE void make_four(Query& query, const float* q, const float* base, cons
   float x[TILES][2];  // of the tiles 2 t + part
 #pragma unroll
   for (int t = 0; t < TILES / 2; ++t)
-    read_query(x[t], x[TILES / 2 + t], q + head * HEAD_DIM, base, 8 * (2 * t + part) + 2 * col);
+    read_query(x[t], x[TILES / 2 + t], q + head * Q_PITCH, base, 8 * (2 * t + part) + 2 * col);
 #if K_HADAMARD > 0
   hadamard<K_HADAMARD, true>(x);
 #endif
@@ -150,11 +171,14 @@ KVRT_INLINE void make_four(Query& query, const float* q, const float* base, cons
       if (factors != nullptr) x[i][one] *= __ldg(factors + 8 * (2 * i + part) + 2 * col + one);
       squares += x[i][one] * x[i][one];
     }
-  squares += __shfl_xor_sync(ALL_LANES, squares, 1);
-  squares += __shfl_xor_sync(ALL_LANES, squares, 2);
-  squares += __shfl_xor_sync(ALL_LANES, squares, 16);
-  const float scale = scale_of(squares, query.unscale), above = scale / LESS_HIGH;
-  if (part) query.unscale = 0;
+  if (!SAME_NORM) {
+    squares += __shfl_xor_sync(ALL_LANES, squares, 1);
+    squares += __shfl_xor_sync(ALL_LANES, squares, 2);
+    squares += __shfl_xor_sync(ALL_LANES, squares, 16);
+    query.scale = scale_of(squares, query.unscale);
+    if (part) query.unscale = 0;
+  }
+  const float scale = query.scale, above = scale / LESS_HIGH;
 #pragma unroll
   for (int t = 0; t < TILES / 2; ++t) {
     query.low[2 * t] = ptx::pack_half(x[t][0] * scale, x[t][1] * scale);

@@ -10,6 +10,10 @@ static constexpr int TURNS_BYTES = HAS_TURNS ? 4 * TILES * WARP * 16 : 0;
 static constexpr int REST_BYTES = K_BIAS ? TURNS_BYTES : 0;
 static constexpr int LEFT_OUT_BYTES = K_BIAS ? HEAD_DIM * 4 : 0;
 static constexpr int BIAS_BYTES = K_BIAS ? 8 * HEAD_DIM * 4 : 0;
+// Tiles from TURNED_TILES on are slow: their channels turn so little within a page that cosines and sines are straight
+// lines there.
+static constexpr bool HAS_SLOW = TURNED_TILES < TILES;
+static constexpr int SLOW_BYTES = HAS_SLOW ? TILES * 4 * 16 : 0;
 static constexpr int LEVELS_BYTES = 32;
 static constexpr int LOOKUP_ROW = 256;
 
@@ -43,7 +47,7 @@ static constexpr int LOOKUP_ROWS = K_LOOKUP_ROWS > V_LOOKUP_ROWS ? K_LOOKUP_ROWS
 
 // Offsets.
 static constexpr int REST_AT = TURNS_BYTES, LEFT_OUT_AT = REST_AT + REST_BYTES, BIAS_AT = LEFT_OUT_AT + LEFT_OUT_BYTES;
-static constexpr int K_LEVELS_AT = BIAS_AT + BIAS_BYTES;
+static constexpr int SLOW_AT = BIAS_AT + BIAS_BYTES, K_LEVELS_AT = SLOW_AT + SLOW_BYTES;
 static constexpr int K_COLUMNS_AT = K_LEVELS_AT + (K_CODEC == 4 ? LEVELS_BYTES : 0);
 static constexpr int V_LEVELS_AT = K_COLUMNS_AT + K_COLUMNS_BYTES;
 static constexpr int LOOKUP_AT = V_LEVELS_AT + (V_CODEC == 4 ? LEVELS_BYTES : 0);
@@ -64,6 +68,10 @@ struct Tables {
   KVRT_INLINE uint4 turn(int j, int s) const { return reinterpret_cast<const uint4*>(place)[at(j, s)]; }
   // What these halves leave over.
   KVRT_INLINE uint4 turn_rest(int j, int s) const { return reinterpret_cast<const uint4*>(place + REST_AT)[at(j, s)]; }
+  // Of a slow tile: cos and sin at a block's middle, and the angle that half a block adds.
+  KVRT_INLINE uint4 slow(int s) const {
+    return reinterpret_cast<const uint4*>(place + SLOW_AT)[4 * s + threadIdx.x % 4];
+  }
   // (HEAD_DIM,) f32: the bias that is left out of the head's keys.
   KVRT_INLINE float* left_out() const { return reinterpret_cast<float*>(place + LEFT_OUT_AT); }
   // (8, 2, HALF) f32: what the bias adds to a score, by query head and RoPE pair, at an angle of 0 and of 90 degrees.
@@ -86,14 +94,17 @@ struct Tables {
 };
 
 KVRT_INLINE void fill_turns(const Tables& tables, const float* turns) {
-  for (int i = threadIdx.x; i < 4 * TILES * WARP; i += WARPS * WARP) {
-    const int lane = i % WARP, tile = i / WARP;
+  constexpr int COUNT = 4 * TILES * WARP, EACH = (COUNT + WARPS * WARP - 1) / (WARPS * WARP);
+#pragma unroll  // loads do not wait for each other
+  for (int n = 0; n < EACH; ++n) {
+    const int i = threadIdx.x + n * WARPS * WARP, lane = i % WARP, tile = i / WARP;
+    if (COUNT % (WARPS * WARP) != 0 && i >= COUNT) break;
     const int token = 16 * (tile / TILES) + lane / 4, c = 8 * (tile % TILES) + 2 * (lane % 4);
     u32 parts[4], rests[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       const int from = (token + 8 * (r & 1)) * HEAD_DIM + (r >> 1) * HALF + c;
-      const float2 x = *reinterpret_cast<const float2*>(turns + from);
+      const float2 x = __ldg(reinterpret_cast<const float2*>(turns + from));
       parts[r] = ptx::pack_half(x.x, x.y);
       const float2 kept = ptx::unpack_half(parts[r]);
       rests[r] = ptx::pack_half(x.x - kept.x, x.y - kept.y);
@@ -103,8 +114,24 @@ KVRT_INLINE void fill_turns(const Tables& tables, const float* turns) {
   }
 }
 
+KVRT_INLINE void fill_slow(const Tables& tables, const float* turns) {
+  // Lines are right 24 tokens from the middle: elsewhere they are too low by as much as there too high.
+  constexpr int MIDDLE = 32, NODE = 24;
+  for (int i = 8 * TURNED_TILES + threadIdx.x; i < HALF; i += WARPS * WARP) {
+    const float *middle = turns + MIDDLE * HEAD_DIM + i, *node = middle + NODE * HEAD_DIM;
+    const float c = __ldg(middle), s = __ldg(middle + HALF), node_c = __ldg(node), node_s = __ldg(node + HALF);
+    const float norm = 1 / (c * c + s * s);  // with the amplitude of RoPE
+    const float cosine = (node_c * c + node_s * s) * norm, sine = (node_s * c - node_c * s) * norm;
+    u16* to = reinterpret_cast<u16*>(tables.place + SLOW_AT) + i / 2 * 8 + i % 2;
+    to[0] = ptx::float_to_half(c * cosine);
+    to[2] = ptx::float_to_half(s * cosine);
+    to[4] = ptx::float_to_half(sine / cosine * (32.0f / NODE));
+  }
+}
+
 // What does not depend on the query, by all threads of a CTA.
 KVRT_INLINE void fill_tables(const Tables& tables, const i64* layer, int head) {
+  if (HAS_SLOW) fill_slow(tables, reinterpret_cast<const float*>(layer[VIEW_TURNS]));
   if (HAS_TURNS) fill_turns(tables, reinterpret_cast<const float*>(layer[VIEW_TURNS]));
   if (K_BIAS) {
     const float* bias = reinterpret_cast<const float*>(layer[VIEW_KEY_BIAS]) + head * HEAD_DIM;
@@ -112,14 +139,14 @@ KVRT_INLINE void fill_tables(const Tables& tables, const i64* layer, int head) {
   }
 }
 
-// And what does, from queries (8, HEAD_DIM) f32 in shared memory; threads wait for each other before and after.
+// And what does, from queries (8, Q_PITCH) f32 in shared memory; threads wait for each other before and after.
 KVRT_INLINE void fill_bias(const Tables& tables, const float* queries) {
   if (!K_BIAS) return;
   const float* left_out = tables.left_out();
   __syncthreads();
   for (int i = threadIdx.x; i < 8 * HALF; i += WARPS * WARP) {
-    const int c = i % HALF, at = i / HALF * HEAD_DIM + c;
-    const float low = queries[at], high = queries[at + HALF];
+    const int head = i / HALF, c = i % HALF, at = head * HEAD_DIM + c;
+    const float low = queries[head * Q_PITCH + c], high = queries[head * Q_PITCH + HALF + c];
     tables.bias()[at] = low * left_out[c] + high * left_out[HALF + c];
     tables.bias()[at + HALF] = high * left_out[c] - low * left_out[HALF + c];
   }

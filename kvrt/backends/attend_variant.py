@@ -51,6 +51,7 @@ def attend_defines(settings: Sequence[int]) -> dict[str, Any]:
         "K_NORM": int(row[view.KEY_NORM] != 0),
         "K_BIAS": int(row[view.KEY_BIAS] != 0),
         "RUN_BYTES": row[view.RUN_BYTES],
+        "TURNED_TILES": _turned_tiles(row),
     }
     for letter, start, kind in (
         ("K", view.KEY_SIDE, row[view.KEY_KIND]),
@@ -82,12 +83,22 @@ def _lookup_rows(defines: dict[str, Any]) -> int:
     return max(64 if defines[f"{side}_BITS"] == 3 else 256 for side in sides)
 
 
+def _turned_tiles(row: Sequence[int]) -> int:
+    """Tiles of 8 RoPE pairs that packed keys before RoPE must be turned in."""
+    tiles = row[view.DIM] // 16
+    if row[view.FORM] != view.PRE or row[view.KEY_SIDE + view.CODEC] == DENSE:
+        return tiles
+    return -(-row[view.QUICK] // 8)
+
+
 def extra_bytes(defines: dict[str, Any], warps: int) -> int:
     """Bytes of a CTA's tables in shared memory, as attend_tables.cuh counts them."""
     dim = defines["HEAD_DIM"]
     size = _lookup_rows(defines) * _LOOKUP_ROW
     if defines["FORM"] == view.PRE or defines["K_BIAS"]:
         size += PAGE_TOKENS * dim * 2  # angles of the offsets in a block
+    if defines["TURNED_TILES"] < dim // 16:
+        size += dim * 4
     if defines["K_BIAS"]:
         size += PAGE_TOKENS * dim * 2 + (QUERY_HEADS + 1) * dim * 4
     if defines["K_CODEC"] == NUQ:
@@ -118,8 +129,8 @@ def stage_bytes(defines: dict[str, Any]) -> int:
 
 def shared_bytes(defines: dict[str, Any], warps: int, stages: int) -> int:
     """Dynamic shared memory of a CTA: queries, tables, then rings."""
-    queries, rings = QUERY_HEADS * defines["HEAD_DIM"] * 4, warps * stages * stage_bytes(defines)
-    return queries + extra_bytes(defines, warps) + rings
+    queries = QUERY_HEADS * (defines["HEAD_DIM"] + 8) * 4
+    return queries + extra_bytes(defines, warps) + warps * stages * stage_bytes(defines)
 
 
 def with_shape(defines: dict[str, Any], warps: int, stages: int) -> dict[str, Any]:

@@ -32,7 +32,8 @@ LAYER_SETTINGS = 64
     KEY_BIAS,  # address of (HEADS, DIM) f32 that is left out of the keys, or 0
     TURNS,  # address of (64, 2, DIM / 2) f32, cos and sin of the offsets in a block of 64, or 0
     KEY_NORM,  # address of (HEADS, DIM) f32 to multiply into queries of packed keys, or 0
-) = range(19)
+    QUICK,  # of the DIM / 2 pairs of channels, the first so many turn much within a page
+) = range(20)
 KEY_SIDE, VALUE_SIDE = 32, 48
 SIDE_SETTINGS = 16
 """Integers that describe the codec of one side, from KEY_SIDE and VALUE_SIDE on."""

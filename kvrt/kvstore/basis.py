@@ -72,13 +72,14 @@ class Basis:
         if geometry.key_bias != (key_bias is not None):
             raise CodecError("the geometry says whether keys have a bias, so give one accordingly")
         if not needs_bases(geometry, spec):
-            self._rotary, self.turns = None, None
+            self._rotary, self.turns, self.quick_pairs = None, None, 0
         elif rotary is None:
             raise CodecError(f"cache format {spec}: keys are kept unrotated, so a Rotary is needed")
         else:
             self._rotary = rotary
             offsets = rotary.table(np.arange(PAGE_TOKENS), rotary.amplitude)  # (64, 2, half)
             self.turns = ops.to_device(offsets)
+            self.quick_pairs = rotary.quick_pairs(PAGE_TOKENS)
         self._bias = [
             key_bias[layer] if key_bias and leaves_bias_out(spec.sides(layer)[0]) else None
             for layer in range(geometry.num_layers)

@@ -102,6 +102,7 @@ class Layers:
             place.KEY_BIAS: 0 if bias is None else address(bias),
             place.TURNS: 0 if turns is None else address(turns),
             place.KEY_NORM: address(states[0]) if norm else 0,
+            place.QUICK: basis.quick_pairs,
         }
         for name, value in values.items():
             settings[name] = value

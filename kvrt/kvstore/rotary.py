@@ -28,6 +28,15 @@ class Rotary:
         factors = np.asarray(amplitude, np.float64)[..., None, None]  # (n or 1, 1, 1) f64
         return (parts * factors).astype(np.float32)
 
+    def quick_pairs(self, tokens: int) -> int:
+        """The number of pairs up to the last that turns much within `tokens` neighbours.
+
+        Over those, the cosines and sines of the others are straight lines, but for 2^-10.
+        """
+        angles = np.abs(self.frequencies) * tokens / 2  # from the middle to an end
+        quick = np.flatnonzero(angles**2 / 4 > 2.0**-10)
+        return int(quick[-1]) + 1 if len(quick) else 0
+
     def rotate(self, x: np.ndarray, positions: np.ndarray, inverse: bool = False) -> np.ndarray:
         """x (n, heads, head_dim) rotated to its positions (n,), or back; a new f32 array."""
         amplitude = 1.0 / self.amplitude if inverse else self.amplitude

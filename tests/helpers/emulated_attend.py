@@ -35,15 +35,16 @@ def make_store(
     amplitude: float = 1.0,
     size: float = 20.0,
     calibration: FittedTables | None = None,
+    theta: float = 10000.0,
 ) -> KVStore:
-    """A store of one layer; keys have a bias of that spread, if any, and RoPE that amplitude.
+    """A store of one layer; keys have a bias of that spread, if any, RoPE that amplitude and base.
 
     `outliers`: how many of its numbers are `size` times as large.
     """
     rng = np.random.default_rng(tokens + dim)
     geometry = Geometry(1, kv_heads, dim, key_bias=bool(bias))
     left_out = rng.normal(0, bias, (kv_heads, dim)).astype(np.float32)
-    rotary = rotary_for(geometry, amplitude=amplitude)
+    rotary = rotary_for(geometry, theta, amplitude)
     extras: dict[str, Any] = {"rotary": rotary}
     if calibration is not None:
         extras["calibration"] = calibration

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvrt.backends.attend_variant import attend_defines
 from kvrt.backends.cpu import CpuOps
 from kvrt.calibration import NuqTables
 from kvrt.kvstore import Geometry
@@ -49,6 +50,30 @@ def test_keys_without_their_bias(ops: CpuOps, spec: str, bias: float) -> None:
 def test_the_amplitude_of_yarn(ops: CpuOps, spec: str) -> None:
     store = make_store(ops, spec, kv_heads=1, dim=64, tokens=250, bias=3, amplitude=1.3)
     assert error(*attend_both(ops, store, group=2, spread=0.3)) < TOLERANCE
+
+
+SLOW = [
+    ("k=int4:channel:g64:pre,v=int4:token:g64,sink=4", 0.0),
+    ("k=int2:channel:g32:sym:pre,v=int2:token:g32", 0.0), ("kvquant3:1%", 3.0),
+    ("k=int3:channel:g64:hybrid:pre,v=int4:token:g64", 0.0), ("k=e4m3:pre,v=e4m3", 0.0),
+    ("k=int4:token:g32:pre,v=int4:token:g64", 0.0),
+    ("k=int4:channel:g32:pre,v=int4:token:g32", 60.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "bias"), SLOW)
+def test_channels_that_turn_slowly(ops: CpuOps, spec: str, bias: float) -> None:
+    store = make_store(ops, spec, 1, 128, tokens=300, bias=bias, amplitude=1.2, theta=5e5)
+    assert attend_defines(store.view(0).settings)["TURNED_TILES"] == 4
+    assert error(*attend_both(ops, store, group=3, spread=0.3)) < TOLERANCE
+
+
+@pytest.mark.parametrize(("theta", "turned"), [(1e30, 1), (1.0, 4)])
+def test_few_channels_turn_or_all(ops: CpuOps, theta: float, turned: int) -> None:
+    spec = "k=int3:channel:g64:pre,v=int4:token:g64"
+    store = make_store(ops, spec, kv_heads=1, dim=64, tokens=200, theta=theta)
+    assert attend_defines(store.view(0).settings)["TURNED_TILES"] == turned
+    assert error(*attend_both(ops, store, group=5, spread=0.3)) < TOLERANCE
 
 
 NON_UNIFORM = [
