@@ -155,7 +155,7 @@ KVRT_INLINE void attend_page(Softmax& state, u8* run, const Query& query, const 
 }
 #endif
 
-// queries (8, Q_PITCH) f32 = q (heads, HEAD_DIM) times scale, and zeros.
+// queries (8, QUERY_PITCH) f32 = q (heads, HEAD_DIM) times scale, and zeros.
 KVRT_INLINE void read_queries(float* queries, const float* q, int heads, float scale) {
   constexpr int COUNT = 8 * HEAD_DIM / 4, EACH = (COUNT + WARPS * WARP - 1) / (WARPS * WARP);
   float4 parts[EACH];  // all loads before all stores: they do not wait for each other
@@ -171,7 +171,7 @@ KVRT_INLINE void read_queries(float* queries, const float* q, int heads, float s
     const float4& x = parts[n];
     const int head = i / (HEAD_DIM / 4), part = i % (HEAD_DIM / 4);
     if (i < COUNT)
-      reinterpret_cast<float4*>(queries)[head * (Q_PITCH / 4) + part] = {x.x * scale, x.y * scale, x.z * scale,
+      reinterpret_cast<float4*>(queries)[head * (QUERY_PITCH / 4) + part] = {x.x * scale, x.y * scale, x.z * scale,
                                                                          x.w * scale};
   }
 }
@@ -191,8 +191,8 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
   __shared__ u64 barriers[WARPS * STAGES];
   __shared__ int ticket;
   ptx::let_next_start();
-  float* queries = reinterpret_cast<float*>(shared);  // (8, Q_PITCH)
-  const Tables tables{shared + 8 * Q_PITCH * 4, 0x64006400u | u32(group) >> 31};
+  float* queries = reinterpret_cast<float*>(shared);  // (8, QUERY_PITCH)
+  const Tables tables{shared + 8 * QUERY_PITCH * 4, 0x64006400u | u32(group) >> 31};
   u8* rings = tables.place + EXTRA_BYTES;
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const int tiles = (group + 7) / 8, head = blockIdx.y / tiles, tile = blockIdx.y % tiles;

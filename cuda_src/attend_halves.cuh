@@ -1,7 +1,7 @@
 // Scores of the 64 keys of a sealed page whose keys must become numbers first: those before RoPE, whose rotation
 // depends on token and channel, and non-uniform integers. Keys are halves in registers, tile by tile.
 #pragma once
-#include "attend_levels.cuh"
+#include "attend_outliers.cuh"
 
 #if K_CODEC == 1 || K_CODEC == 2
 static constexpr int K_GROUPS = (K_BY_ROWS ? 64 : HEAD_DIM) / K_GROUP;
@@ -162,33 +162,46 @@ KVRT_INLINE void half_scores(float (&scores)[4][4], const u8* run, const Query& 
 // `shift` is what the scores of a query head lack, of each tile.
 KVRT_INLINE void level_scores(float (&scores)[4][4], float (&shift)[4][2], const u8* run, const Query& query,
                               const Tables& tables) {
+  constexpr bool NUMBERS = FORM == VIEW_PRE || KEY_OUTLIERS;  // levels alone are not enough
+  constexpr int GROUP = KeyOutliers::GROUP, GROUPS = (TILES + GROUP - 1) / GROUP;
   const Levels<K_BITS> levels(tables, false);
+  const KeyOutliers outliers(run, tables.room());
   Codes<K_BITS> codes;
   float centres[4] = {0, 0, 0, 0};
   HalfScores sums(scores);
 #pragma unroll
-  for (int i = 0; i < TILES; ++i) {
-    const int s = tile_at(i);
-    TileQuery tile(query, tables, s);
-    codes.load(run + K_CODES_OFFSET, s);
-    const uint4 column = reinterpret_cast<const uint4*>(tables.columns())[4 * s + threadIdx.x % 4];
-    if (FORM != VIEW_PRE) {
-      // Half goes into the query; centres are one sum for all tokens.
-      ptx::mma_half(centres, column.z, column.z, column.w, column.w, tile.low, tile.high);
-      tile.low = ptx::mul_half2(tile.low, column.x);
-      tile.high = ptx::mul_half2(tile.high, column.y);
-    }
+  for (int n = 0; n < GROUPS; ++n) {
+    const int first = (n + TURNED_TILES / GROUP) % GROUPS * GROUP;  // as `tile_at`
+    u32 a[GROUP][4][4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      u32 a[4];
-      levels.tile(a, codes, j, s);
-      if (FORM == VIEW_PRE)
+    for (int s = first; s < first + GROUP && s < TILES; ++s) {
+      codes.load(run + K_CODES_OFFSET, s);
+      const uint4 column = reinterpret_cast<const uint4*>(tables.columns())[4 * s + threadIdx.x % 4];
 #pragma unroll
-        for (int r = 0; r < 4; ++r)
-          a[r] = ptx::fma_half2(a[r], r < 2 ? column.x : column.y, r < 2 ? column.z : column.w);
-      sums.add(a, tile, tables, j, s);
+      for (int j = 0; j < 4; ++j) {
+        u32(&x)[4] = a[s - first][j];
+        levels.tile(x, codes, j, s);
+        if (NUMBERS)
+#pragma unroll
+          for (int r = 0; r < 4; ++r)
+            x[r] = ptx::fma_half2(x[r], r < 2 ? column.x : column.y, r < 2 ? column.z : column.w);
+      }
     }
-    sums.end_tile(s, 0, 4);
+    if (KEY_OUTLIERS) outliers.put(a, first);
+#pragma unroll
+    for (int s = first; s < first + GROUP && s < TILES; ++s) {
+      TileQuery tile(query, tables, s);
+      if (!NUMBERS) {
+        // Half goes into the query; centres are one sum for all tokens.
+        const uint4 column = reinterpret_cast<const uint4*>(tables.columns())[4 * s + threadIdx.x % 4];
+        ptx::mma_half(centres, column.z, column.z, column.w, column.w, tile.low, tile.high);
+        tile.low = ptx::mul_half2(tile.low, column.x);
+        tile.high = ptx::mul_half2(tile.high, column.y);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums.add(a[s - first][j], tile, tables, j, s);
+      sums.end_tile(s, 0, 4);
+    }
   }
 #pragma unroll
   for (int j = 0; j < 4; ++j)

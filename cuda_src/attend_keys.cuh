@@ -3,7 +3,7 @@
 // sums[j] is a 16 x 8 tile of the tokens 16 j ... 16 j + 15 and the query heads: a lane has rows lane / 4 and + 8,
 // heads 2 (lane % 4) and the next. Scores leave this file times the power of two that is in the query.
 #pragma once
-#include "attend_outliers.cuh"
+#include "attend_halves.cuh"
 
 // What scores are made of: what the tensor cores added up, times a factor that goes with the place in a tile, plus what
 // goes with the tile and the query head.
@@ -180,7 +180,6 @@ KVRT_INLINE void page_scores(float (&scores)[4][4], Affine<4>& affine, const u8*
 #pragma unroll
     for (int i = 0; i < 4; ++i) scores[j][i] = 0;
 #if K_CODEC == 4
-  if (K_OUTLIERS > 0) add_key_outliers(scores, run, query, tables);
   level_scores(scores, affine.shift, run, query, tables);
 #else
   half_scores(scores, run, query, tables);

@@ -132,10 +132,3 @@ using Levels = LookedUp<BITS>;
 template <int BITS>
 using Levels = Permuted<BITS>;
 #endif
-
-// The level of one code, that of half `one` of a register of a lane.
-template <int BITS>
-KVRT_INLINE u16 level_at(const u8* levels, const u8* codes, int s, int j, int lane, int reg, int one) {
-  const u32 code = Codes<BITS>::code(codes, s, j, lane, reg, one);
-  return u16(levels[code] | levels[16 + code] << 8);
-}

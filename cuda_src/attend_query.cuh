@@ -7,7 +7,7 @@
 
 static constexpr int TILES = HEAD_DIM / 16;  // k-steps of Q K, and tiles of 16 channels
 static constexpr int HALF = HEAD_DIM / 2;
-static constexpr int Q_PITCH = HEAD_DIM + 8;  // floats of a query in shared memory: heads are not all in one bank
+static constexpr int QUERY_PITCH = HEAD_DIM + 8;  // floats of a query in shared memory: heads are not all in one bank
 
 // How much less the high half of a head is in a Query, for codes of packed keys that weigh so much more there.
 #if FORM != VIEW_PRE && (K_CODEC == 1 || K_CODEC == 2) && K_BY_ROWS && K_BITS < 4
@@ -102,7 +102,7 @@ KVRT_INLINE void find_scale(Query& query, const float* q, int heads) {
   float squares = 0;
 #pragma unroll
   for (int i = 0; i < 2 * TILES; ++i) {
-    const float2 x = load_pair(q + head * Q_PITCH + 8 * i + 2 * (lane % 4));
+    const float2 x = load_pair(q + head * QUERY_PITCH + 8 * i + 2 * (lane % 4));
     squares += x.x * x.x + x.y * x.y;
   }
   squares += __shfl_xor_sync(ALL_LANES, squares, 1);
@@ -111,13 +111,13 @@ KVRT_INLINE void find_scale(Query& query, const float* q, int heads) {
   if (heads <= 4 && lane >= 16) query.unscale = 0;  // as `make_four` has it
 }
 
-// Make fragments of q (8, Q_PITCH) f32 in shared memory, after RoPE and scaled: turned backwards by the angles of
+// Make fragments of q (8, QUERY_PITCH) f32 in shared memory, after RoPE and scaled: turned backwards by the angles of
 // `base` (2, HALF) f32 if there are any, transformed, multiplied by `factors` (HEAD_DIM,) f32 if there are any.
 KVRT_INLINE void make_query(Query& query, const float* q, const float* base, const float* factors) {
   const int lane = threadIdx.x % WARP, head = lane / 4, col = lane % 4;
   float x[2 * TILES][2];
 #pragma unroll
-  for (int s = 0; s < TILES; ++s) read_query(x[s], x[TILES + s], q + head * Q_PITCH, base, 8 * s + 2 * col);
+  for (int s = 0; s < TILES; ++s) read_query(x[s], x[TILES + s], q + head * QUERY_PITCH, base, 8 * s + 2 * col);
 #if K_HADAMARD > 0
   hadamard<K_HADAMARD, false>(x);
 #endif
@@ -159,7 +159,7 @@ KVRT_INLINE void make_four(Query& query, const float* q, const float* base, cons
   float x[TILES][2];  // of the tiles 2 t + part
 #pragma unroll
   for (int t = 0; t < TILES / 2; ++t)
-    read_query(x[t], x[TILES / 2 + t], q + head * Q_PITCH, base, 8 * (2 * t + part) + 2 * col);
+    read_query(x[t], x[TILES / 2 + t], q + head * QUERY_PITCH, base, 8 * (2 * t + part) + 2 * col);
 #if K_HADAMARD > 0
   hadamard<K_HADAMARD, true>(x);
 #endif

@@ -19,17 +19,23 @@ static constexpr int LOOKUP_ROW = 256;
 
 #if K_CODEC == 4
 static constexpr int K_COLUMNS_BYTES = TILES * 4 * 16;
-static constexpr int K_OUTLIERS = (K_SLOTS + 15) / 16 * 16;  // whole k-steps
+static constexpr bool KEY_OUTLIERS = K_SLOTS > 0;
 #else
-static constexpr int K_COLUMNS_BYTES = 0, K_OUTLIERS = 0;
+static constexpr int K_COLUMNS_BYTES = 0;
+static constexpr bool KEY_OUTLIERS = false;
 #endif
 #if V_CODEC == 4
-static constexpr int V_OUTLIERS = 2 * 64 * V_SLOTS;  // of all heads
+static constexpr bool VALUE_OUTLIERS = V_SLOTS > 0;
+static constexpr int V_SHARED_BYTES = 64 * 4 + 2 * 64 * V_SLOTS * 4;  // behind a page's run, in a stage
 #else
-static constexpr int V_OUTLIERS = 0;
+static constexpr bool VALUE_OUTLIERS = false;
+static constexpr int V_SHARED_BYTES = 0;
 #endif
-static constexpr int V_SHARED_BYTES = V_CODEC == 4 ? 64 * 4 + V_OUTLIERS * 4 : 0;  // behind a page's run, in a stage
-static constexpr int WEIGHTS_PITCH = 66;                                           // halves, odd in words
+
+// Where outliers are put into tiles: of keys, 64 tokens of 16 channels, of values, 32 tokens of 64 channels. Values go
+// where a page's keys were, if there is room.
+static constexpr int KEY_ROOM = 2048, VALUE_ROOM = 4096;
+static constexpr bool VALUES_IN_PLACE_OF_KEYS = VALUE_OUTLIERS && V_CODES_OFFSET >= VALUE_ROOM;
 
 // Rows of the table that levels are looked up in.
 KVRT_INLINE constexpr int lookup_rows(int bits) { return bits == 3 ? 64 : 256; }
@@ -52,10 +58,7 @@ static constexpr int K_COLUMNS_AT = K_LEVELS_AT + (K_CODEC == 4 ? LEVELS_BYTES :
 static constexpr int V_LEVELS_AT = K_COLUMNS_AT + K_COLUMNS_BYTES;
 static constexpr int LOOKUP_AT = V_LEVELS_AT + (V_CODEC == 4 ? LEVELS_BYTES : 0);
 static constexpr int WARPS_AT = LOOKUP_AT + LOOKUP_ROWS * LOOKUP_ROW;
-static constexpr int QUERY_PITCH = HALF + 2;  // words: heads are not all in one bank, and pairs of words are whole
-static constexpr int QUERY_BYTES = K_OUTLIERS > 0 ? 8 * QUERY_PITCH * 4 : 0, ENTRIES_BYTES = K_OUTLIERS * 8;
-static constexpr int WEIGHTS_BYTES = V_OUTLIERS > 0 ? 8 * WEIGHTS_PITCH * 2 : 0;
-static constexpr int WARP_BYTES = QUERY_BYTES + ENTRIES_BYTES + WEIGHTS_BYTES;
+static constexpr int WARP_BYTES = VALUE_OUTLIERS && !VALUES_IN_PLACE_OF_KEYS ? VALUE_ROOM : KEY_OUTLIERS ? KEY_ROOM : 0;
 static_assert(WARPS_AT + WARPS * WARP_BYTES == EXTRA_BYTES, "attend_variant.py counts otherwise");
 
 struct Tables {
@@ -82,15 +85,11 @@ struct Tables {
   KVRT_INLINE u8* levels(bool is_value) const { return place + (is_value ? V_LEVELS_AT : K_LEVELS_AT); }
   // (LOOKUP_ROWS, LOOKUP_ROW) bytes: levels of two or four codes, see attend_fitted.cuh.
   KVRT_INLINE u8* lookup() const { return place + LOOKUP_AT; }
-  // The warp's query, pairs of halves (8, QUERY_PITCH); outliers of keys, (K_OUTLIERS,); weights, halves
-  // (8, WEIGHTS_PITCH).
-  KVRT_INLINE u32* query() const { return reinterpret_cast<u32*>(mine()); }
-  KVRT_INLINE uint2* entries() const { return reinterpret_cast<uint2*>(mine() + QUERY_BYTES); }
-  KVRT_INLINE u16* weights() const { return reinterpret_cast<u16*>(mine() + QUERY_BYTES + ENTRIES_BYTES); }
+  // WARP_BYTES of the warp's own.
+  KVRT_INLINE u8* room() const { return place + WARPS_AT + threadIdx.x / WARP * WARP_BYTES; }
 
  private:
   KVRT_INLINE int at(int j, int s) const { return (j * TILES + s) * WARP + int(threadIdx.x % WARP); }
-  KVRT_INLINE u8* mine() const { return place + WARPS_AT + threadIdx.x / WARP * WARP_BYTES; }
 };
 
 KVRT_INLINE void fill_turns(const Tables& tables, const float* turns) {
@@ -139,14 +138,14 @@ KVRT_INLINE void fill_tables(const Tables& tables, const i64* layer, int head) {
   }
 }
 
-// And what does, from queries (8, Q_PITCH) f32 in shared memory; threads wait for each other before and after.
+// And what does, from queries (8, QUERY_PITCH) f32 in shared memory; threads wait for each other before and after.
 KVRT_INLINE void fill_bias(const Tables& tables, const float* queries) {
   if (!K_BIAS) return;
   const float* left_out = tables.left_out();
   __syncthreads();
   for (int i = threadIdx.x; i < 8 * HALF; i += WARPS * WARP) {
     const int head = i / HALF, c = i % HALF, at = head * HEAD_DIM + c;
-    const float low = queries[head * Q_PITCH + c], high = queries[head * Q_PITCH + HALF + c];
+    const float low = queries[head * QUERY_PITCH + c], high = queries[head * QUERY_PITCH + HALF + c];
     tables.bias()[at] = low * left_out[c] + high * left_out[HALF + c];
     tables.bias()[at + HALF] = high * left_out[c] - low * left_out[HALF + c];
   }

@@ -156,7 +156,7 @@ struct Ring {
   // Its bytes are used: others may come. On to the next stage.
   KVRT_INLINE void release() {
 #if KVRT_BULK_COPIES
-    if (V_SHARED_BYTES > 0) ptx::order_copies();  // add_value_outliers writes there
+    if (VALUES_IN_PLACE_OF_KEYS) ptx::order_copies();  // they were written by the lanes
 #endif
     __syncwarp();
     u8* next = free;

@@ -203,15 +203,59 @@ KVRT_INLINE void add_level_values(float (&sums)[TILES][4], float (&minima)[2][4]
     }
   }
 }
+
+// The same where some are kept exact: numbers are made first, and exact ones put between them.
+KVRT_INLINE void add_values_with_outliers(float (&sums)[TILES][4], u8* run, const Weights& weights,
+                                          const Tables& tables, int head) {
+  constexpr int GROUP = ValueOutliers::GROUP;
+  const Levels<V_BITS> levels(tables, true);
+  const uint2* planes = reinterpret_cast<const uint2*>(run + RUN_BYTES) + threadIdx.x % 4;
+  ValueOutliers outliers(run, VALUES_IN_PLACE_OF_KEYS ? run : tables.room(), head);
+  Codes<V_BITS> codes;
+  __syncwarp();  // keys are no longer read
+#pragma unroll
+  for (int part = 0; part < 2; ++part) {
+    const int first = 2 * part;  // of two tiles of tokens
+    const uint2 centres[2] = {planes[4 * first], planes[4 * first + 4]};
+    const uint2 halves[2] = {planes[16 + 4 * first], planes[16 + 4 * first + 4]};
+    outliers.take(part);
+#pragma unroll
+    for (int group = 0; group < TILES; group += GROUP) {
+      u32 a[GROUP][2][4];
+#pragma unroll
+      for (int s = group; s < group + GROUP && s < TILES; ++s) {
+        codes.load(run + V_CODES_OFFSET, s);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          u32(&x)[4] = a[s - group][j];
+          levels.tile(x, codes, first + j, s);
+#pragma unroll
+          for (int r = 0; r < 4; ++r)
+            x[r] = ptx::fma_half2(x[r], r < 2 ? halves[j].x : halves[j].y, r < 2 ? centres[j].x : centres[j].y);
+        }
+      }
+      outliers.put(a, group);
+#pragma unroll
+      for (int s = group; s < group + GROUP && s < TILES; ++s)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const u32(&x)[4] = a[s - group][j];
+          ptx::mma_half(sums[s], x[0], x[1], x[2], x[3], weights.low[first + j], weights.high[first + j]);
+        }
+    }
+  }
+}
 #endif
 
-// sums += weights * values of a page; `minima` gathers what belongs to all channels of a group of them. Outliers in the
-// run are overwritten.
+// sums += weights * values of a page; `minima` gathers what belongs to all channels of a group of them. The keys in the
+// run may be overwritten.
 KVRT_INLINE void add_page_values(float (&sums)[TILES][4], float (&minima)[2][4], u8* run, const Weights& weights,
                                  const Tables& tables, const float* state, int head) {
 #if V_CODEC == 4
-  add_level_values(sums, minima, run, weights, tables);
-  if (V_OUTLIERS > 0) add_value_outliers(sums, run, weights.low, weights.high, tables, head);
+  if constexpr (VALUE_OUTLIERS)
+    add_values_with_outliers(sums, run, weights, tables, head);
+  else
+    add_level_values(sums, minima, run, weights, tables);
 #elif V_CODEC == 3
   add_float_values(sums, run, weights, __ldg(state + head));
 #elif V_CODEC != 0 && V_BY_ROWS

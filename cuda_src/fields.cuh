@@ -52,14 +52,6 @@ struct Codes {
   // What register r of tile (s, j) weighs.
   static KVRT_INLINE float weight(int r, int j) { return (r & 1 ? HIGH_ROWS : 1.0f) * (r & 2 ? HIGH_COLUMNS : 1.0f); }
 
-  // One code (of up to 4 bits): that of half `one` of a register of a lane, tile (s, j).
-  static KVRT_INLINE u32 code(const u8* codes, int s, int j, int lane, int reg, int one) {
-    const bool narrow = s / TILES_A_WORD >= WHOLE;  // two bits and an odd number of tiles
-    const int size = narrow ? 8 : 16, bit = (narrow ? 0 : s % TILES_A_WORD * 4 * BITS) + reg * BITS + size * one;
-    const u8* word = codes + s / TILES_A_WORD * 512 + (lane * 4 + j) * (size / 4);
-    return word[bit / 8] >> bit % 8 & ((1 << BITS) - 1);
-  }
-
  private:
   static KVRT_INLINE uint4 words(const u8* codes, int unit) {
     const int lane = threadIdx.x % WARP;
@@ -105,16 +97,6 @@ struct Codes<3> {
   }
 
   static KVRT_INLINE float weight(int r, int j) { return j == 3 ? 64.0f : r & 2 ? 8.0f : 1.0f; }
-
-  static KVRT_INLINE u32 code(const u8* codes, int s, int j, int lane, int reg, int one) {
-    const u32* word = reinterpret_cast<const u32*>(codes) + 3 * s * WARP + lane;
-    const int half = 16 * one;
-    if (j < 3) return word[j * WARP] >> (half + 9 * (reg & 1) + 3 * (reg >> 1)) & 7;
-    if (reg < 3) return word[reg * WARP] >> (half + 6) & 7;
-    u32 code = 0;
-    for (int i = 0; i < 3; ++i) code |= (word[i * WARP] >> (half + 15) & 1) << i;
-    return code;
-  }
 };
 
 // What B is multiplied by in a tile (s, j), columns 0 ... 7 and 8 ... 15.

@@ -67,12 +67,6 @@ KVRT_INLINE u32 neg_half2(u32 a) {
   asm("neg.f16x2 %0, %1;" : "=r"(x) : "r"(a));
   return x;
 }
-// 1.0 where two halves are equal, else 0.
-KVRT_INLINE u32 equal_half2(u32 a, u32 b) {
-  u32 x;
-  asm("set.eq.f16x2.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
-  return x;
-}
 KVRT_INLINE float exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -33,6 +33,9 @@ _LOOKUP_ROW = 256
 _LOOKUP_WARPS = 8
 """Warps that must be left for that table to be worth its memory."""
 
+_KEY_ROOM, _VALUE_ROOM = 2048, 4096
+"""KEY_ROOM and VALUE_ROOM of attend_tables.cuh."""
+
 
 def attend_defines(settings: Sequence[int]) -> dict[str, Any]:
     """Names and values for the compiler, from settings (LAYER_SETTINGS,).
@@ -101,16 +104,16 @@ def extra_bytes(defines: dict[str, Any], warps: int) -> int:
         size += dim * 4
     if defines["K_BIAS"]:
         size += PAGE_TOKENS * dim * 2 + (QUERY_HEADS + 1) * dim * 4
+    room = 0  # of a warp, where outliers are put between other numbers
     if defines["K_CODEC"] == NUQ:
         size += _LEVELS + dim * 4
-        slots = -(-defines["K_SLOTS"] // 16) * 16
-        if slots:
-            size += warps * (QUERY_HEADS * (dim + 4) * 2 + slots * 8)
+        room = _KEY_ROOM if defines["K_SLOTS"] else 0
     if defines["V_CODEC"] == NUQ:
         size += _LEVELS
-        if defines["V_SLOTS"]:
-            size += warps * QUERY_HEADS * (PAGE_TOKENS + 2) * 2  # weights
-    return size
+        # Otherwise they take the place of a page's keys.
+        if defines["V_SLOTS"] and defines["V_CODES_OFFSET"] < _VALUE_ROOM:
+            room = _VALUE_ROOM
+    return size + warps * room
 
 
 def stage_bytes(defines: dict[str, Any]) -> int:
@@ -129,7 +132,7 @@ def stage_bytes(defines: dict[str, Any]) -> int:
 
 def shared_bytes(defines: dict[str, Any], warps: int, stages: int) -> int:
     """Dynamic shared memory of a CTA: queries, tables, then rings."""
-    queries = QUERY_HEADS * (defines["HEAD_DIM"] + 8) * 4
+    queries = QUERY_HEADS * (defines["HEAD_DIM"] + 8) * 4  # QUERY_PITCH of attend_query.cuh
     return queries + extra_bytes(defines, warps) + warps * stages * stage_bytes(defines)
 
 

@@ -284,10 +284,6 @@ inline u32 fma_half2(u32 a, u32 b, u32 c) {
   return fma1(x.x, y.x, z.x) | u32(fma1(x.y, y.y, z.y)) << 16;
 }
 inline u32 neg_half2(u32 a) { return a ^ 0x80008000u; }
-inline u32 equal_half2(u32 a, u32 b) {
-  const float2 x = unpack_half(a), y = unpack_half(b);
-  return (x.x == y.x ? 0x3C00u : 0) | (x.y == y.y ? 0x3C000000u : 0);
-}
 inline float exp2(float x) { return std::exp2(x); }
 inline float rcp(float x) { return 1.0f / x; }
 inline u32 prmt(u32 a, u32 b, u32 selector) {

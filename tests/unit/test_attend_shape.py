@@ -8,7 +8,8 @@ from kvrt.kvstore import Geometry
 from tests.helpers.stores import new_store
 
 SPECS = [
-    "f16", "bf16", "f8", "q8_0", "kivi2", "kivi4", "kvrt2", "kvrt4", "kvquant3:1%", "k=nuq4,v=nuq4",
+    "f16", "bf16", "f8", "q8_0", "kivi2", "kivi4", "kvrt2", "kvrt4", "kvquant3:1%", "kvquant4:1%",
+    "k=nuq4,v=nuq4",
 ]  # fmt: skip
 
 
@@ -25,10 +26,10 @@ def test_fits_into_shared_memory(ops: CpuOps, spec: str, dim: int, shared: int) 
 
 def test_many_warps_where_bytes_are_few(ops: CpuOps) -> None:
     warps = {}
-    for spec in ("kivi2", "kvrt2", "kvrt4", "f16"):
+    for spec in ("kivi2", "kvrt2", "kvrt4", "f16", "kvquant4:1%"):
         settings = new_store(ops, spec, Geometry(1, 8, 128)).view(0).settings.tolist()
         warps[spec] = compiled(settings)["WARPS"]
-    assert warps == {"kivi2": 12, "kvrt2": 12, "kvrt4": 8, "f16": 12}
+    assert warps == {"kivi2": 12, "kvrt2": 12, "kvrt4": 8, "f16": 12, "kvquant4:1%": 8}
 
 
 def test_levels_are_looked_up_where_that_costs_no_warps(ops: CpuOps) -> None:

@@ -11,8 +11,9 @@ from kvrt.calibration import NuqTables
 from kvrt.kvstore import Geometry
 from kvrt.kvstore.codecs import Nuq
 from tests.emulator import COMPILER
-from tests.helpers.codecs import FittedTables
-from tests.helpers.emulated_attend import TOLERANCE, attend_both, error, make_store
+from tests.helpers.codecs import FittedTables, rotary_for
+from tests.helpers.emulated_attend import TOLERANCE, attend_both, error, make_rows, make_store
+from tests.helpers.stores import new_store
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="the emulator needs g++")
 
@@ -144,9 +145,23 @@ def test_outliers_of_thousands(ops: CpuOps, spec: str) -> None:
     assert error(*attend_both(ops, store, group=2, spread=0.01)) < TOLERANCE
 
 
+def test_outliers_whose_rotation_is_beyond_a_half(ops: CpuOps) -> None:
+    geometry = Geometry(1, 1, 64)
+    store = new_store(ops, "kvquant2:1%", geometry, 200, rotary=rotary_for(geometry))
+    rows = make_rows(np.random.default_rng(0), 200, 1, 64)
+    rows[70:90:2, 0, [3, 35]] = 60000  # both of a RoPE pair
+    rows[71:91:2, 0, [3, 35]] = -60000
+    with store.extending(200):
+        row = ops.to_device(rows)
+        store.extend(0, row, row)
+    # A score that is infinite would make everything NaN.
+    for found in attend_both(ops, store, group=2, spread=1e-2):
+        assert np.isfinite(found).all()
+
+
 @pytest.mark.parametrize("kv_heads", [1, 16])
 def test_outliers_of_few_and_of_many_heads(ops: CpuOps, kv_heads: int) -> None:
-    # Lanes read one unit of four slots, or two rounds of several.
+    # A lane keeps its slots in registers, or reads them again for each group of channels.
     store = make_store(ops, "kvquant2:1%", kv_heads, 112, tokens=129, outliers=0.005)
     assert error(*attend_both(ops, store, group=1, spread=0.3)) < TOLERANCE
 
