@@ -65,12 +65,19 @@ KVRT_INLINE void exact_scores(float (&scores)[4], const u8* stage, const Query& 
 #endif
   // Matrices: tokens 0 ... 7 and 8 ... 15 of the low half's channels, then of the high half's.
   const u8* rows = stage + lane % 16 * ROW_BYTES + lane / 16 * HALF * 2;
+  float slopes[4] = {0, 0, 0, 0};
 #pragma unroll
   for (int i = 0; i < 4; ++i) scores[i] = 0;
 #pragma unroll
   for (int s = 0; s < TILES; ++s) {
     u32 a[4];
     ptx::load_matrix4(a, rows + s * 16);
+    if (s >= TURN_TILES) {
+      const TileQuery slow(query, tables, s);
+      mma_exact(scores, a, slow.low, slow.high);
+      mma_exact(slopes, a, slow.low_slope, slow.high_slope);
+      continue;
+    }
 #if FORM == VIEW_PRE && K_KIND == 2
     u32 rest[4];
     turn_bfloats(a, rest, tables.turn(tile, s));
@@ -83,6 +90,9 @@ KVRT_INLINE void exact_scores(float (&scores)[4], const u8* stage, const Query& 
     mma_exact(scores, a, query.low_rest[s], query.high_rest[s]);
 #endif
   }
+  if (TURN_TILES < TILES)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[i] += slopes[i] * place_in_block(tile, i >> 1);
 }
 
 // Weighted sums += weights * 16 exact values.

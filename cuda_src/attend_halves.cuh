@@ -30,6 +30,11 @@ struct TileQuery {
   }
 };
 
+// Where a row of tile j (lane / 4, or with `lower` 8 further) is in a block: -1 ... 1.
+KVRT_INLINE float place_in_block(int j, int lower) {
+  return (int(threadIdx.x % WARP / 4) + 16 * j + 8 * lower - 32) / 32.0f;
+}
+
 // Slow tiles come first, and what they bring is put together before the others come: that takes less registers.
 KVRT_INLINE int tile_at(int i) { return (i + TURNED_TILES) % TILES; }
 
@@ -55,11 +60,10 @@ struct HalfScores {
   // After tile s of the token tiles first ... first + count - 1.
   KVRT_INLINE void end_tile(int s, int first, int count) {
     if (!HAS_SLOW || s != TILES - 1) return;
-    const float row = int(threadIdx.x % WARP / 4) / 32.0f;  // -1 ... 1 are a block
 #pragma unroll
     for (int j = first; j < first + count; ++j)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[j][i] += slopes[j][i] * (row + (16 * j + 8 * (i >> 1) - 32) / 32.0f);
+      for (int i = 0; i < 4; ++i) scores[j][i] += slopes[j][i] * place_in_block(j, i >> 1);
   }
 };
 

@@ -35,20 +35,23 @@ struct LookedUp {
       a[2] = level(all.even, 1);
       a[3] = level(all.odd, 3);
     } else if constexpr (BITS == 3) {
-      // Left shifts are products: in another pipe than prmt's.
+      // Registers 0 and 2 of either half become a byte, and so do 1 and 3: first the low halves' of each two bytes.
+      u32 bytes;
       if (j < 3) {
-        const u32 word = codes.words[j], bytes = ptx::prmt(word, word >> 9, 0x6420);
-        const u32 left = (bytes << 8 & 0x07000700u) | (bytes << 3 & 0x38003800u);
-        const u32 right = (bytes << 5 & 0x07000700u) | (bytes & 0x38003800u);
-        a[0] = level(left, 1);
-        a[1] = level(left, 3);
-        a[2] = level(right, 1);
-        a[3] = level(right, 3);
+        bytes = ptx::prmt(codes.words[j], codes.words[j] >> 9, 0x6420);
       } else {
-        codes.tile(a, j, s);  // fields begin at bit 6
-#pragma unroll
-        for (int r = 0; r < 4; ++r) a[r] = level((a[r] << 18 & 0x07000000u) | (a[r] << 5 & 0x38000000u), 3);
+        constexpr u32 FIELDS = 0x01C001C0u;
+        const u32(&w)[3] = codes.words;
+        const u32 last = ptx::pick(0x06000600u, ptx::pick(0x02000200u, w[0] >> 6, w[1] >> 5), w[2] >> 4);
+        bytes = ptx::prmt(ptx::pick(FIELDS, w[0], w[2] << 3) >> 6, ptx::pick(FIELDS, w[1], last) >> 6, 0x6420);
       }
+      // Left shifts are products: in another pipe than prmt's.
+      const u32 left = (bytes << 8 & 0x07000700u) | (bytes << 3 & 0x38003800u);
+      const u32 right = (bytes << 5 & 0x07000700u) | (bytes & 0x38003800u);
+      a[0] = level(left, 1);
+      a[1] = level(left, 3);
+      a[2] = level(right, 1);
+      a[3] = level(right, 3);
     } else {
       const u32 one = s & 1;
       const Entries all(word_of(codes.first, j));

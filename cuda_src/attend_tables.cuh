@@ -6,7 +6,9 @@
 #include "fields.cuh"
 
 static constexpr bool HAS_TURNS = FORM == VIEW_PRE || K_BIAS;
-static constexpr int TURNS_BYTES = HAS_TURNS ? 4 * TILES * WARP * 16 : 0;
+// Tiles that the table of angles has: all where they are asked for one by one, others than slow ones (below) elsewhere.
+static constexpr int TURN_TILES = K_BIAS || K_KIND == 2 ? TILES : TURNED_TILES;
+static constexpr int TURNS_BYTES = HAS_TURNS ? 4 * TURN_TILES * WARP * 16 : 0;
 static constexpr int REST_BYTES = K_BIAS ? TURNS_BYTES : 0;
 static constexpr int LEFT_OUT_BYTES = K_BIAS ? HEAD_DIM * 4 : 0;
 static constexpr int BIAS_BYTES = K_BIAS ? 8 * HEAD_DIM * 4 : 0;
@@ -89,16 +91,16 @@ struct Tables {
   KVRT_INLINE u8* room() const { return place + WARPS_AT + threadIdx.x / WARP * WARP_BYTES; }
 
  private:
-  KVRT_INLINE int at(int j, int s) const { return (j * TILES + s) * WARP + int(threadIdx.x % WARP); }
+  KVRT_INLINE int at(int j, int s) const { return (j * TURN_TILES + s) * WARP + int(threadIdx.x % WARP); }
 };
 
 KVRT_INLINE void fill_turns(const Tables& tables, const float* turns) {
-  constexpr int COUNT = 4 * TILES * WARP, EACH = (COUNT + WARPS * WARP - 1) / (WARPS * WARP);
+  constexpr int COUNT = 4 * TURN_TILES * WARP, EACH = (COUNT + WARPS * WARP - 1) / (WARPS * WARP);
 #pragma unroll  // loads do not wait for each other
   for (int n = 0; n < EACH; ++n) {
     const int i = threadIdx.x + n * WARPS * WARP, lane = i % WARP, tile = i / WARP;
     if (COUNT % (WARPS * WARP) != 0 && i >= COUNT) break;
-    const int token = 16 * (tile / TILES) + lane / 4, c = 8 * (tile % TILES) + 2 * (lane % 4);
+    const int token = 16 * (tile / TURN_TILES) + lane / 4, c = 8 * (tile % TURN_TILES) + 2 * (lane % 4);
     u32 parts[4], rests[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
@@ -131,7 +133,7 @@ KVRT_INLINE void fill_slow(const Tables& tables, const float* turns) {
 // What does not depend on the query, by all threads of a CTA.
 KVRT_INLINE void fill_tables(const Tables& tables, const i64* layer, int head) {
   if (HAS_SLOW) fill_slow(tables, reinterpret_cast<const float*>(layer[VIEW_TURNS]));
-  if (HAS_TURNS) fill_turns(tables, reinterpret_cast<const float*>(layer[VIEW_TURNS]));
+  if (TURNS_BYTES > 0) fill_turns(tables, reinterpret_cast<const float*>(layer[VIEW_TURNS]));
   if (K_BIAS) {
     const float* bias = reinterpret_cast<const float*>(layer[VIEW_KEY_BIAS]) + head * HEAD_DIM;
     for (int i = threadIdx.x; i < HEAD_DIM; i += WARPS * WARP) tables.left_out()[i] = bias[i];

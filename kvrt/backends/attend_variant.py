@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from . import view
+from .cpu_math import BF16
 from .gpu_formats import BLOCK, DENSE, FP8, INTQ, NUQ, check_readable
 from .ops import PAGE_TOKENS
 
@@ -98,8 +99,9 @@ def extra_bytes(defines: dict[str, Any], warps: int) -> int:
     """Bytes of a CTA's tables in shared memory, as attend_tables.cuh counts them."""
     dim = defines["HEAD_DIM"]
     size = _lookup_rows(defines) * _LOOKUP_ROW
-    if defines["FORM"] == view.PRE or defines["K_BIAS"]:
-        size += PAGE_TOKENS * dim * 2  # angles of the offsets in a block
+    if defines["FORM"] == view.PRE or defines["K_BIAS"]:  # angles of the offsets in a block
+        all_tiles = defines["K_BIAS"] or defines["K_KIND"] == BF16
+        size += PAGE_TOKENS * 32 * (dim // 16 if all_tiles else defines["TURNED_TILES"])
     if defines["TURNED_TILES"] < dim // 16:
         size += dim * 4
     if defines["K_BIAS"]:
@@ -143,17 +145,12 @@ def with_shape(defines: dict[str, Any], warps: int, stages: int) -> dict[str, An
 
 
 def _wants_many_warps(defines: dict[str, Any]) -> bool:
-    """Whether twelve warps are better than eight.
+    """Whether twelve warps are better than eight: for dense pages, where a warp's units are small.
 
-    They are where bytes are few for the arithmetic, and for dense pages, where a warp's units are
-    small. Each warp has 168 registers then, which not all variants get along with.
+    Each warp has 168 registers then. Of two and three bits eight are better up to 131,072 tokens.
     """
-    dim = defines["HEAD_DIM"]
-    if dim > 128 or defines["FORM"] == view.PRE or defines["K_BIAS"]:
-        return False
-    if defines["K_CODEC"] in (INTQ, BLOCK):
-        return bool(defines["K_BY_ROWS"]) and defines["RUN_BYTES"] <= 48 * dim  # three bits
-    return bool(defines["K_CODEC"] == DENSE)
+    plain = defines["FORM"] != view.PRE and not defines["K_BIAS"]
+    return bool(defines["HEAD_DIM"] <= 128 and plain and defines["K_CODEC"] == DENSE)
 
 
 def with_lookup(defines: dict[str, Any]) -> dict[str, Any]:
