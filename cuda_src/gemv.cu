@@ -212,6 +212,7 @@ KVRT_INLINE void project(Parts& parts, int rows, const float* x, const float* no
   uint4* const ring = reinterpret_cast<uint4*>(memory) + warp * (ROWS * WARP) + lane;
   float4* const kept = reinterpret_cast<float4*>(memory) + (warps * ROWS + warp * most * QUADS) * WARP + lane;
 
+  const auto once = ptx::read_once();  // so that what every layer needs, code too, is not pushed out by weights
   // What the ring is filled with next: a piece of a run.
   Runs<GROUP, Border> ahead(rows, border);
   int ahead_piece = 0;
@@ -224,7 +225,7 @@ KVRT_INLINE void project(Parts& parts, int rows, const float* x, const float* no
   auto fill = [&](uint4* slot, int r) {
     if (r >= ahead.count) return;
     const u8* const at = (r & 1 ? from.odd : from.even) + (r >> 1) * pitch;
-    if (WIDE) ptx::copy_async16(slot, at);
+    if (WIDE) ptx::copy_async16(slot, at, once);
     else *slot = gather(at, cols - mine.column(ahead_piece));
   };
   auto advance = [&] {

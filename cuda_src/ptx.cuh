@@ -132,6 +132,17 @@ KVRT_INLINE void copy_async16(void* shared, const void* global, int wanted = 16)
                "r"(wanted)
                : "memory");
 }
+// The same of bytes that are read once: the second-level cache keeps others rather than these.
+KVRT_INLINE u64 read_once() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+KVRT_INLINE void copy_async16(void* shared, const void* global, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+               "l"(global), "l"(policy)
+               : "memory");
+}
 KVRT_INLINE void copy_async8(void* shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
