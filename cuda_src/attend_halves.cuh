@@ -184,7 +184,7 @@ KVRT_INLINE void level_scores(float (&scores)[4][4], float (&shift)[4][2], const
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         u32(&x)[4] = a[s - first][j];
-        levels.tile(x, codes, j, s);
+        levels.template tile<!NUMBERS>(x, codes, j, s);
         if (NUMBERS)
 #pragma unroll
           for (int r = 0; r < 4; ++r)
@@ -201,6 +201,7 @@ KVRT_INLINE void level_scores(float (&scores)[4][4], float (&shift)[4][2], const
         ptx::mma_half(centres, column.z, column.z, column.w, column.w, tile.low, tile.high);
         tile.low = ptx::mul_half2(tile.low, column.x);
         tile.high = ptx::mul_half2(tile.high, column.y);
+        if (levels.SWAPS) swap_columns(tile.low, tile.high);
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) sums.add(a[s - first][j], tile, tables, j, s);

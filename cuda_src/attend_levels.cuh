@@ -15,9 +15,18 @@ struct Entries {
   }
 };
 
+// The columns 2 c + 1 and 2 c + 8 of an operand B change places.
+KVRT_INLINE void swap_columns(u32& low, u32& high) {
+  const u32 first = ptx::prmt(low, high, 0x5410);
+  high = ptx::prmt(low, high, 0x7632);
+  low = first;
+}
+
 // The levels of codes of BITS (2, 3, 4) bits, looked up: see `FittedLevels`.
 template <int BITS>
 struct LookedUp {
+  // Whether tiles are cheaper with swapped columns.
+  static constexpr bool SWAPS = BITS == 3;
   const u8* table;
   u32 mine;  // what the lane has of a row
 
@@ -26,7 +35,8 @@ struct LookedUp {
     mine = (BITS == 2 ? lane % 16 * 8 : lane * 4) + (is_value ? 128 : 0);
   }
 
-  // The four registers of tile (s, j).
+  // The four registers of tile (s, j); with swapped columns, if that is ALLOWED and cheaper.
+  template <bool ALLOWED>
   KVRT_INLINE void tile(u32 (&a)[4], const Codes<BITS>& codes, int j, int s) const {
     if constexpr (BITS == 4) {
       const Entries all(word_of(codes.first, j));
@@ -35,7 +45,7 @@ struct LookedUp {
       a[2] = level(all.even, 1);
       a[3] = level(all.odd, 3);
     } else if constexpr (BITS == 3) {
-      // Registers 0 and 2 of either half become a byte, and so do 1 and 3: first the low halves' of each two bytes.
+      // A byte of each half of registers 0 and 2, then of 1 and 3.
       u32 bytes;
       if (j < 3) {
         bytes = ptx::prmt(codes.words[j], codes.words[j] >> 9, 0x6420);
@@ -45,13 +55,21 @@ struct LookedUp {
         const u32 last = ptx::pick(0x06000600u, ptx::pick(0x02000200u, w[0] >> 6, w[1] >> 5), w[2] >> 4);
         bytes = ptx::prmt(ptx::pick(FIELDS, w[0], w[2] << 3) >> 6, ptx::pick(FIELDS, w[1], last) >> 6, 0x6420);
       }
-      // Left shifts are products: in another pipe than prmt's.
-      const u32 left = (bytes << 8 & 0x07000700u) | (bytes << 3 & 0x38003800u);
-      const u32 right = (bytes << 5 & 0x07000700u) | (bytes & 0x38003800u);
-      a[0] = level(left, 1);
-      a[1] = level(left, 3);
-      a[2] = level(right, 1);
-      a[3] = level(right, 3);
+      if (ALLOWED) {
+        bytes &= 0x3F3F3F3Fu;
+        a[0] = level(bytes, 0);
+        a[2] = level(bytes, 1);
+        a[1] = level(bytes, 2);
+        a[3] = level(bytes, 3);
+      } else {
+        // Left shifts are products: in another pipe than prmt's.
+        const u32 left = (bytes << 8 & 0x07000700u) | (bytes << 3 & 0x38003800u);
+        const u32 right = (bytes << 5 & 0x07000700u) | (bytes & 0x38003800u);
+        a[0] = level(left, 1);
+        a[1] = level(left, 3);
+        a[2] = level(right, 1);
+        a[3] = level(right, 3);
+      }
     } else {
       const u32 one = s & 1;
       const Entries all(word_of(codes.first, j));
@@ -73,6 +91,7 @@ struct LookedUp {
 // The same from registers: the levels' low bytes and their high bytes.
 template <int BITS>
 struct Permuted {
+  static constexpr bool SWAPS = false;
   uint4 low, high;
 
   KVRT_INLINE Permuted(const Tables& tables, bool is_value) {
@@ -82,6 +101,7 @@ struct Permuted {
   }
 
   // The four registers of tile (s, j).
+  template <bool>
   KVRT_INLINE void tile(u32 (&a)[4], const Codes<BITS>& codes, int j, int s) const {
     if constexpr (BITS == 4) {
       const u32 word = word_of(codes.first, j);

@@ -190,6 +190,7 @@ KVRT_INLINE void add_level_values(float (&sums)[TILES][4], float (&minima)[2][4]
     ptx::mma_half(minima[0], centre.x, 0, centre.y, 0, weights.low[j], weights.high[j]);
     low[j] = ptx::mul_half2(weights.low[j], half.x);
     high[j] = ptx::mul_half2(weights.high[j], half.y);
+    if (levels.SWAPS) swap_columns(low[j], high[j]);
   }
   Codes<V_BITS> codes;
 #pragma unroll
@@ -198,7 +199,7 @@ KVRT_INLINE void add_level_values(float (&sums)[TILES][4], float (&minima)[2][4]
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       u32 a[4];
-      levels.tile(a, codes, j, s);
+      levels.template tile<true>(a, codes, j, s);
       ptx::mma_half(sums[s], a[0], a[1], a[2], a[3], low[j], high[j]);
     }
   }
@@ -228,7 +229,7 @@ KVRT_INLINE void add_values_with_outliers(float (&sums)[TILES][4], u8* run, cons
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           u32(&x)[4] = a[s - group][j];
-          levels.tile(x, codes, first + j, s);
+          levels.template tile<false>(x, codes, first + j, s);
 #pragma unroll
           for (int r = 0; r < 4; ++r)
             x[r] = ptx::fma_half2(x[r], r < 2 ? halves[j].x : halves[j].y, r < 2 ? centres[j].x : centres[j].y);
