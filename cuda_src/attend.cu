@@ -8,8 +8,8 @@
 //
 // Compiled with -D for one layout: HEAD_DIM, FORM, K_HADAMARD, V_HADAMARD (block or 0), K_NORM, RUN_BYTES and, of each
 // side, K_CODEC, K_KIND (of exact tokens), K_CODES_OFFSET, K_META_OFFSET and the codec's own (K_BITS, K_GROUP, K_MODE,
-// K_BY_ROWS; K_E4M3; K_SLOTS). TURNED_TILES are the tiles of channels in which keys before RoPE must be turned, K_BIAS
-// says whether keys lack a bias, EXTRA_BYTES how much the tables take.
+// K_BY_ROWS; K_E4M3; K_SLOTS). In the first TURNED_TILES tiles of channels keys before RoPE must be turned; K_BIAS says
+// whether keys lack a bias, EXTRA_BYTES how much the tables take, SHARED_BYTES how much is asked for in all.
 // WARPS, STAGES, CTAS_AN_SM may be set; LOOKUP says whether levels of non-uniform integers are looked up in a table.
 #ifndef WARPS
 #define WARPS 4
@@ -29,6 +29,9 @@
 
 static_assert((K_CODEC == 0) == (V_CODEC == 0), "keys and values are both dense or both packed");
 static_assert((K_KIND == 2) == (V_KIND == 2), "a layer is bf16 on both sides or on none");
+static_assert(K_KIND != 2 || TURNED_TILES == TILES, "what slow tiles are multiplied with are halves");
+static_assert(8 * QUERY_PITCH * 4 + EXTRA_BYTES + WARPS * STAGES * STAGE_BYTES == SHARED_BYTES,
+              "attend_variant.py counts otherwise");
 static_assert(STATE_FLOATS * 4 <= STAGE_BYTES, "a warp's state goes where its ring was");
 
 KVRT_INLINE void mma_exact(float* sums, const u32 (&a)[4], u32 low, u32 high) {

@@ -8,9 +8,9 @@
 
 static constexpr int CTA_THREADS = WARPS * WARP;
 
-// Levels of keys are so many times what they are, halves of a channel that much less: a query times a half of up to
-// 4000 is a half then.
-static constexpr float LEVEL_UNIT = 16.0f;
+// Levels of keys are so many times what they are, halves of a channel that much less: then a query (up to 256) times a
+// half of up to MOST_HALF is finite. Channels with more are cut, where keys do not become numbers.
+static constexpr float LEVEL_UNIT = 16.0f, MOST_HALF = 4080.0f;
 
 // Levels of one side.
 template <int BITS>
@@ -77,8 +77,8 @@ struct FittedColumns {
       u32 packed[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const float unit = k < 2 ? 1 / LEVEL_UNIT : 1.0f;
-        packed[k] = ptx::pack_half(parts[n][k].x * unit, parts[n][k].y * unit);
+        const float unit = k < 2 ? 1 / LEVEL_UNIT : 1.0f, most = k < 2 && !KEYS_ARE_NUMBERS ? MOST_HALF : 65504.0f;
+        packed[k] = ptx::pack_half(min(parts[n][k].x, most) * unit, min(parts[n][k].y, most) * unit);
       }
       if (i < COUNT) reinterpret_cast<uint4*>(to)[i] = {packed[0], packed[1], packed[2], packed[3]};
     }

@@ -166,7 +166,6 @@ KVRT_INLINE void half_scores(float (&scores)[4][4], const u8* run, const Query& 
 // `shift` is what the scores of a query head lack, of each tile.
 KVRT_INLINE void level_scores(float (&scores)[4][4], float (&shift)[4][2], const u8* run, const Query& query,
                               const Tables& tables) {
-  constexpr bool NUMBERS = FORM == VIEW_PRE || KEY_OUTLIERS;  // levels alone are not enough
   constexpr int GROUP = KeyOutliers::GROUP, GROUPS = (TILES + GROUP - 1) / GROUP;
   const Levels<K_BITS> levels(tables, false);
   const KeyOutliers outliers(run, tables.room());
@@ -184,8 +183,8 @@ KVRT_INLINE void level_scores(float (&scores)[4][4], float (&shift)[4][2], const
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         u32(&x)[4] = a[s - first][j];
-        levels.template tile<!NUMBERS>(x, codes, j, s);
-        if (NUMBERS)
+        levels.template tile<!KEYS_ARE_NUMBERS>(x, codes, j, s);
+        if (KEYS_ARE_NUMBERS)
 #pragma unroll
           for (int r = 0; r < 4; ++r)
             x[r] = ptx::fma_half2(x[r], r < 2 ? column.x : column.y, r < 2 ? column.z : column.w);
@@ -195,7 +194,7 @@ KVRT_INLINE void level_scores(float (&scores)[4][4], float (&shift)[4][2], const
 #pragma unroll
     for (int s = first; s < first + GROUP && s < TILES; ++s) {
       TileQuery tile(query, tables, s);
-      if (!NUMBERS) {
+      if (!KEYS_ARE_NUMBERS) {
         // Half goes into the query; centres are one sum for all tokens.
         const uint4 column = reinterpret_cast<const uint4*>(tables.columns())[4 * s + threadIdx.x % 4];
         ptx::mma_half(centres, column.z, column.z, column.w, column.w, tile.low, tile.high);

@@ -64,19 +64,19 @@ struct ValueOutliers {
   static constexpr int GROUP = 4;                          // tiles of channels that there is room for
   static constexpr int HELD = V_SLOTS <= 6 ? V_SLOTS : 0;  // pairs of slots that stay in registers
   u8* room;
-  const uint2* slots;
+  const uint2 *all, *slots;  // of the lane's token of the first 32; of the one that was taken up
   uint2 held[HELD > 0 ? HELD : 1], places[HELD > 0 ? HELD : 1];
   u32 first, mine;  // the head's first channel, and where the lane's token is in the room
 
   KVRT_INLINE ValueOutliers(const u8* run, u8* room, int head) : room(room), first(head * HEAD_DIM * CHANNEL) {
     const int t = threadIdx.x % WARP;
-    slots = reinterpret_cast<const uint2*>(run + RUN_BYTES + 64 * 4) + t * V_SLOTS;
+    all = slots = reinterpret_cast<const uint2*>(run + RUN_BYTES + 64 * 4) + t * V_SLOTS;
     mine = t / 16 * 512 + t % 8 / 2 * 16 + t / 8 % 2 * 8 + t % 2 * 2;
   }
 
-  // Take up the tokens 32 part ... 32 part + 31; part 0 comes before part 1.
+  // Take up the tokens 32 part ... 32 part + 31.
   KVRT_INLINE void take(int part) {
-    slots += part * WARP * V_SLOTS;
+    slots = all + part * WARP * V_SLOTS;
 #pragma unroll
     for (int n = 0; n < HELD; ++n) {
       held[n] = pair(n);

@@ -4,8 +4,8 @@
 
 static constexpr float NOTHING = -1e30f;
 // The largest weight is 2^WEIGHT_BITS when the maximum is taken, so that small ones are not lost as halves. It may grow
-// until a lane's weights of a page sum up to MOST_WEIGHT: products of weights (up to 256, or 16 where there are
-// outliers or the factor MORE_LOW) with scales up to 255 are halves.
+// until a lane's weights of a page sum up to MOST_WEIGHT: products of weights with scales up to 255 are halves
+// (weights up to 256; 16 where values are non-uniform integers, whose halves may be thousands, or with MORE_LOW).
 #if K_KIND == 2
 static constexpr float WEIGHT_BITS = -3.0f, MOST_WEIGHT = 2.0f;
 #else

@@ -6,8 +6,8 @@
 #include "fields.cuh"
 
 static constexpr bool HAS_TURNS = FORM == VIEW_PRE || K_BIAS;
-// Tiles that the table of angles has: all where they are asked for one by one, others than slow ones (below) elsewhere.
-static constexpr int TURN_TILES = K_BIAS || K_KIND == 2 ? TILES : TURNED_TILES;
+// Tiles that the table of angles has: all where a bias is added, else those that are turned.
+static constexpr int TURN_TILES = K_BIAS ? TILES : TURNED_TILES;
 static constexpr int TURNS_BYTES = HAS_TURNS ? 4 * TURN_TILES * WARP * 16 : 0;
 static constexpr int REST_BYTES = K_BIAS ? TURNS_BYTES : 0;
 static constexpr int LEFT_OUT_BYTES = K_BIAS ? HEAD_DIM * 4 : 0;
@@ -33,6 +33,9 @@ static constexpr int V_SHARED_BYTES = 64 * 4 + 2 * 64 * V_SLOTS * 4;  // behind 
 static constexpr bool VALUE_OUTLIERS = false;
 static constexpr int V_SHARED_BYTES = 0;
 #endif
+
+// Whether keys must become numbers, or levels are enough, where half goes into the query and centre into a sum.
+static constexpr bool KEYS_ARE_NUMBERS = FORM == VIEW_PRE || KEY_OUTLIERS;
 
 // Where outliers are put into tiles: of keys, 64 tokens of 16 channels, of values, 32 tokens of 64 channels. Values go
 // where a page's keys were, if there is room.
@@ -73,7 +76,7 @@ struct Tables {
   KVRT_INLINE uint4 turn(int j, int s) const { return reinterpret_cast<const uint4*>(place)[at(j, s)]; }
   // What these halves leave over.
   KVRT_INLINE uint4 turn_rest(int j, int s) const { return reinterpret_cast<const uint4*>(place + REST_AT)[at(j, s)]; }
-  // Of a slow tile: cos and sin at a block's middle, and the angle that half a block adds.
+  // Of a slow tile: cos and sin at a block's middle, and the angle that half a block adds; the last word is of no use.
   KVRT_INLINE uint4 slow(int s) const {
     return reinterpret_cast<const uint4*>(place + SLOW_AT)[4 * s + threadIdx.x % 4];
   }
@@ -95,12 +98,13 @@ struct Tables {
 };
 
 KVRT_INLINE void fill_turns(const Tables& tables, const float* turns) {
+  constexpr int ROW = TURN_TILES > 0 ? TURN_TILES : 1;
   constexpr int COUNT = 4 * TURN_TILES * WARP, EACH = (COUNT + WARPS * WARP - 1) / (WARPS * WARP);
 #pragma unroll  // loads do not wait for each other
   for (int n = 0; n < EACH; ++n) {
     const int i = threadIdx.x + n * WARPS * WARP, lane = i % WARP, tile = i / WARP;
     if (COUNT % (WARPS * WARP) != 0 && i >= COUNT) break;
-    const int token = 16 * (tile / TURN_TILES) + lane / 4, c = 8 * (tile % TURN_TILES) + 2 * (lane % 4);
+    const int token = 16 * (tile / ROW) + lane / 4, c = 8 * (tile % ROW) + 2 * (lane % 4);
     u32 parts[4], rests[4];
 #pragma unroll
     for (int r = 0; r < 4; ++r) {

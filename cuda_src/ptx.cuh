@@ -52,11 +52,6 @@ KVRT_INLINE u32 add_half2(u32 a, u32 b) {
   asm("add.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
   return x;
 }
-KVRT_INLINE u32 sub_half2(u32 a, u32 b) {
-  u32 x;
-  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
-  return x;
-}
 KVRT_INLINE u32 fma_half2(u32 a, u32 b, u32 c) {
   u32 x;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(c));
@@ -70,11 +65,6 @@ KVRT_INLINE u32 neg_half2(u32 a) {
 KVRT_INLINE float exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-KVRT_INLINE float rcp(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 KVRT_INLINE u32 prmt(u32 a, u32 b, u32 selector) {
@@ -142,12 +132,6 @@ KVRT_INLINE void copy_async16(void* shared, const void* global, u64 policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
                "l"(global), "l"(policy)
                : "memory");
-}
-KVRT_INLINE void copy_async8(void* shared, const void* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(global) : "memory");
-}
-KVRT_INLINE void copy_async4(void* shared, const void* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
 KVRT_INLINE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Wait until at most N groups of the calling thread's copies are under way.

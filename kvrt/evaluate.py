@@ -86,6 +86,8 @@ def measure_quality(
     `progress` counts tokens, those of every format and of the exact model. Raises CodecError for
     a format whose logits are not finite.
     """
+    from .backends.cpu import available_threads
+
     for spec in specs:
         model.new_store(spec)  # refuses what the model cannot have, before any work
     passes = [_Pass("exact", None), *(_Pass(str(spec), spec) for spec in specs)]
@@ -95,7 +97,9 @@ def measure_quality(
     def layers(layer: int, layers: int) -> None:
         progress("measure", done + context * layer // layers, total)
 
-    with ThreadPoolExecutor() as pool:
+    # The threads of a GPU's model are not those of this machine.
+    threads = model.ops.threads if model.ops.name == "cpu" else available_threads()
+    with ThreadPoolExecutor(threads) as pool:
         for window in windows:
             hidden = []
             for run in passes:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from . import view
-from .cpu_math import BF16
 from .gpu_formats import BLOCK, DENSE, FP8, INTQ, NUQ, check_readable
 from .ops import PAGE_TOKENS
 
@@ -100,8 +99,7 @@ def extra_bytes(defines: dict[str, Any], warps: int) -> int:
     dim = defines["HEAD_DIM"]
     size = _lookup_rows(defines) * _LOOKUP_ROW
     if defines["FORM"] == view.PRE or defines["K_BIAS"]:  # angles of the offsets in a block
-        all_tiles = defines["K_BIAS"] or defines["K_KIND"] == BF16
-        size += PAGE_TOKENS * 32 * (dim // 16 if all_tiles else defines["TURNED_TILES"])
+        size += PAGE_TOKENS * 32 * (dim // 16 if defines["K_BIAS"] else defines["TURNED_TILES"])
     if defines["TURNED_TILES"] < dim // 16:
         size += dim * 4
     if defines["K_BIAS"]:
@@ -141,7 +139,10 @@ def shared_bytes(defines: dict[str, Any], warps: int, stages: int) -> int:
 def with_shape(defines: dict[str, Any], warps: int, stages: int) -> dict[str, Any]:
     """The options with the shape of a CTA."""
     shape = {"WARPS": warps, "STAGES": stages, "CTAS_AN_SM": 1}
-    return {**defines, **shape, "EXTRA_BYTES": extra_bytes(defines, warps)}
+    shared = shared_bytes(defines, warps, stages)
+    return {
+        **defines, **shape, "EXTRA_BYTES": extra_bytes(defines, warps), "SHARED_BYTES": shared,
+    }  # fmt: skip
 
 
 def _wants_many_warps(defines: dict[str, Any]) -> bool:
@@ -163,7 +164,8 @@ def _candidates(defines: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int, 
     """Options, warps and stages, from the best on."""
     shapes = SHAPES[0 if _wants_many_warps(defines) else 1 :]
     wide = with_lookup(defines)
-    yield from ((wide, *shape) for shape in shapes if shape[0] >= _LOOKUP_WARPS)
+    if wide is not defines:
+        yield from ((wide, *shape) for shape in shapes if shape[0] >= _LOOKUP_WARPS)
     yield from ((defines, *shape) for shape in shapes)
 
 

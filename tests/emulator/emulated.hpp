@@ -274,10 +274,6 @@ inline u32 add_half2(u32 a, u32 b) {
   float2 x = unpack_half(a), y = unpack_half(b);
   return pack_half(x.x + y.x, x.y + y.y);
 }
-inline u32 sub_half2(u32 a, u32 b) {
-  float2 x = unpack_half(a), y = unpack_half(b);
-  return pack_half(x.x - y.x, x.y - y.y);
-}
 inline u32 fma_half2(u32 a, u32 b, u32 c) {
   float2 x = unpack_half(a), y = unpack_half(b), z = unpack_half(c);
   auto fma1 = [](float p, float q, float r) { return emulated_bits<u16>(_Float16(double(p) * q + r)); };
@@ -285,7 +281,6 @@ inline u32 fma_half2(u32 a, u32 b, u32 c) {
 }
 inline u32 neg_half2(u32 a) { return a ^ 0x80008000u; }
 inline float exp2(float x) { return std::exp2(x); }
-inline float rcp(float x) { return 1.0f / x; }
 inline u32 prmt(u32 a, u32 b, u32 selector) {
   unsigned char bytes[8];
   std::memcpy(bytes, &a, 4);
@@ -350,8 +345,6 @@ inline void copy_async(void* target, const void* source, int wanted, int bytes) 
 inline void copy_async16(void* shared, const void* global, int wanted = 16) { copy_async(shared, global, wanted, 16); }
 inline unsigned long long read_once() { return 0; }
 inline void copy_async16(void* shared, const void* global, unsigned long long) { copy_async(shared, global, 16, 16); }
-inline void copy_async8(void* shared, const void* global) { copy_async(shared, global, 8, 8); }
-inline void copy_async4(void* shared, const void* global) { copy_async(shared, global, 4, 4); }
 inline void commit_copies() {
   emulated::self().groups.push_back(emulated::self().open);
   emulated::self().open.clear();

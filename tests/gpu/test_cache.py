@@ -111,17 +111,16 @@ def test_attention_agrees_with_float64(
     rows = rows_for(900)
     heads, dim = group * GEOMETRY.num_kv_heads, GEOMETRY.head_dim
     q = np.random.default_rng(1).normal(0, 0.2, (heads, dim)).astype(np.float32)
-    found = []
-    for backend in (cuda, ops):
-        store = fill(backend, spec, rows)
+    on_cpu, found = fill(ops, spec, rows), []
+    for backend, store in ((cuda, fill(cuda, spec, rows)), (ops, on_cpu)):
         out = backend.empty((heads, dim))
         backend.attend(backend.to_device(q), store.view(1), dim**-0.5, window, out)
         found.append(backend.to_host(out).astype(np.float64))
     mine, other = found
-    keys, values = (ops.empty((len(store), GEOMETRY.num_kv_heads, dim)) for _ in "kv")
-    store.read(1, keys, values)
+    keys, values = (ops.empty((len(on_cpu), GEOMETRY.num_kv_heads, dim)) for _ in "kv")
+    on_cpu.read(1, keys, values)
     # Keys before RoPE: scale, minimum, cosine, sine, and the two products of the rotation.
-    roundings = 6 if store.view(1).settings[view.FORM] == view.PRE else 1
+    roundings = 6 if on_cpu.view(1).settings[view.FORM] == view.PRE else 1
     exact = attended(q, np.asarray(keys), np.asarray(values), dim**-0.5, window, roundings)
     assert np.linalg.norm(other - exact.out) < 1e-5 * np.linalg.norm(exact.out)
     # What is rounded beside a group's range, not beside its own size, is in the second part.

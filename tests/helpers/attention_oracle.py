@@ -24,7 +24,7 @@ def attended(
 
     The loss is that of independent relative errors of 2^-12 of each number of the query, of each
     key, value and weight: to first order, from the derivatives of softmax(q k scale) v. Keys are
-    rounded so many times on their way, together with all of a channel or one by one.
+    rounded so many times on their way, of which scale and minimum are a whole channel's.
     """
     first = 0 if window is None else max(len(keys) - window, 0)
     group = len(q) // keys.shape[1]
@@ -36,7 +36,7 @@ def attended(
         weights /= weights.sum()
         out = weights @ v
         moved = weights[:, None] * (v - out)  # (n, head_dim): d out / d score
-        squares += roundings * (query**2) @ ((k.T @ moved) ** 2).sum(1)
+        squares += min(roundings, 3) * (query**2) @ ((k.T @ moved) ** 2).sum(1)
         squares += roundings * ((k * query) ** 2).sum(1) @ (moved**2).sum(1)
         squares += (moved**2).sum() + weights**2 @ (v**2).sum(1)
         outs.append(out)

@@ -78,6 +78,7 @@ def test_few_channels_turn_or_all(ops: CpuOps, theta: float, turned: int) -> Non
 
 
 NON_UNIFORM = [
+    "k=nuq4:pre,v=nuq4:1%", "k=nuq2:1%:pre,v=nuq4",
     "kvquant2", "kvquant3", "kvquant4", "kvquant2:1%", "kvquant3:1%", "kvquant4:1%",
     "k=nuq2:1%,v=nuq3:1%", "k=nuq4:1%:qnorm:page,v=int4:token:g64,sink=70",
     "k=int2:channel:g32,v=nuq4:1%,window=100", "k=nuq3,v=nuq2:qnorm", "k=nuq2,v=nuq4",
