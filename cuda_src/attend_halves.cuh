@@ -142,7 +142,10 @@ KVRT_INLINE void half_scores(float (&scores)[4][4], const u8* run, const Query& 
 #endif
 }
 #elif K_CODEC == 3
-// 8-bit floats; e4m3 come out 2^-8 of their value.
+// 8-bit floats; those of keys come out so many times less than they are: e5m2 before RoPE would not be halves any more
+// once they are turned.
+static constexpr float K_LESS = K_E4M3 ? 256.0f : FORM == VIEW_PRE ? 2.0f : 1.0f;
+
 KVRT_INLINE void half_scores(float (&scores)[4][4], const u8* run, const Query& query, const Tables& tables) {
   Codes<8> codes;
   HalfScores sums(scores);
@@ -157,6 +160,9 @@ KVRT_INLINE void half_scores(float (&scores)[4][4], const u8* run, const Query& 
       minifloats<K_E4M3>(low, word_of(codes.first, j));
       minifloats<K_E4M3>(high, word_of(codes.second, j));
       u32 a[4] = {low[0], low[1], high[0], high[1]};
+      if (!K_E4M3)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) a[r] = scale_half2(a[r], 1 / K_LESS);
       sums.add(a, tile, tables, j, s);
     }
     sums.end_tile(s, 0, 4);

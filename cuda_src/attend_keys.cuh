@@ -185,7 +185,7 @@ KVRT_INLINE void page_scores(float (&scores)[4][4], Affine<4>& affine, const u8*
   half_scores(scores, run, query, tables);
 #endif
 #if K_CODEC == 3
-  const float factor = __ldg(state + head) * (K_E4M3 ? 256.0f : 1.0f);
+  const float factor = __ldg(state + head) * K_LESS;
 #pragma unroll
   for (int j = 0; j < 4; ++j)
 #pragma unroll

@@ -160,6 +160,17 @@ def test_outliers_whose_rotation_is_beyond_a_half(ops: CpuOps) -> None:
         assert np.isfinite(found).all()
 
 
+def test_floats_that_outgrew_the_first_page(ops: CpuOps) -> None:
+    geometry = Geometry(1, 1, 64)
+    store = new_store(ops, "k=e5m2:pre,v=e5m2", geometry, 200, rotary=rotary_for(geometry))
+    rows = make_rows(np.random.default_rng(0), 200, 1, 64)
+    rows[100:, :, 32:] = rows[100:, :, :32] = 8 * rows[100:, :, :32]  # both of a RoPE pair
+    with store.extending(200):
+        row = ops.to_device(rows)
+        store.extend(0, row, row)
+    assert error(*attend_both(ops, store, group=2, spread=0.02)) < TOLERANCE
+
+
 @pytest.mark.parametrize("kv_heads", [1, 16])
 def test_outliers_of_few_and_of_many_heads(ops: CpuOps, kv_heads: int) -> None:
     # A lane keeps its slots in registers, or reads them again for each group of channels.
