@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import KernelError
-from .attend_variant import QUERY_HEADS, compiled, shared_bytes
+from .attend_variant import QUERY_HEADS, compiled
 from .checks import check_attend, check_attend_causal, check_enter, token_of
 from .cpu_math import F16, KINDS
 from .ops import PAGE_TOKENS, Array, Norm
@@ -237,15 +237,14 @@ class CacheKernels:
         group = heads // kv_heads
         check_attend(q, view, out)
         defines = _variant(view.settings.tobytes(), self.device.max_shared)
-        warps, stages = defines["WARPS"], defines["STAGES"]
         rows = kv_heads * -(-group // QUERY_HEADS)
         splits = max(self.device.multiprocessors // rows, 1)
         partials = self._scratch("partials", (rows * splits * QUERY_HEADS * (dim + 2),), np.float32)
         arrivals = self._scratch("arrivals", (rows,), np.int32)
         self.device.module("attend.cu", defines).launch(
-            "attend", (splits, rows), (warps * 32,), q, view.address, self._lengths(view.extent),
-            scale * _LOG2_E, group, window or 0, partials, arrivals, out,
-            shared=shared_bytes(defines, warps, stages), overlap=self._entered == view.address,
+            "attend", (splits, rows), (defines["WARPS"] * 32,), q, view.address,
+            self._lengths(view.extent), scale * _LOG2_E, group, window or 0, partials, arrivals,
+            out, shared=defines["SHARED_BYTES"], overlap=self._entered == view.address,
         )  # fmt: skip
         self._entered = 0
 

@@ -121,7 +121,7 @@ def test_attention_agrees_with_float64(
     on_cpu.read(1, keys, values)
     # Keys before RoPE: scale, minimum, cosine, sine, and the two products of the rotation.
     roundings = 6 if on_cpu.view(1).settings[view.FORM] == view.PRE else 1
-    exact = attended(q, np.asarray(keys), np.asarray(values), dim**-0.5, window, roundings)
+    exact = attended(q, np.asarray(keys), np.asarray(values), window, roundings)
     assert np.linalg.norm(other - exact.out) < 1e-5 * np.linalg.norm(exact.out)
     # What is rounded beside a group's range, not beside its own size, is in the second part.
     assert np.linalg.norm(mine - exact.out) < 1.6 * exact.loss + 2**-11 * np.linalg.norm(exact.out)

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tests.helpers.refs import attention
+
 
 class Attended(NamedTuple):
     """Outputs (heads, head_dim) f64, and the expected norm of what 11 bits of everything lose."""
@@ -16,7 +18,6 @@ def attended(
     q: np.ndarray,
     keys: np.ndarray,
     values: np.ndarray,
-    scale: float,
     window: int | None = None,
     roundings: int = 1,
 ) -> Attended:
@@ -26,18 +27,13 @@ def attended(
     key, value and weight: to first order, from the derivatives of softmax(q k scale) v. Keys are
     rounded so many times on their way, of which scale and minimum are a whole channel's.
     """
-    first = 0 if window is None else max(len(keys) - window, 0)
-    group = len(q) // keys.shape[1]
-    outs, squares = [], 0.0
-    for head, query in enumerate(q.astype(np.float64) * scale):
-        k, v = (rows[first:, head // group].astype(np.float64) for rows in (keys, values))
-        scores = k @ query
-        weights = np.exp(scores - scores.max())
-        weights /= weights.sum()
-        out = weights @ v
-        moved = weights[:, None] * (v - out)  # (n, head_dim): d out / d score
+    q, keys, values = (array.astype(np.float64) for array in (q, keys, values))
+    (outs,), weights = attention(q[None], keys, values, window)
+    group, squares = len(q) // keys.shape[1], 0.0
+    for head, query in enumerate(q * q.shape[1] ** -0.5):
+        k, v, p = keys[:, head // group], values[:, head // group], weights[head, 0]
+        moved = p[:, None] * (v - outs[head])  # (n, head_dim): d out / d score
         squares += min(roundings, 3) * (query**2) @ ((k.T @ moved) ** 2).sum(1)
         squares += roundings * ((k * query) ** 2).sum(1) @ (moved**2).sum(1)
-        squares += (moved**2).sum() + weights**2 @ (v**2).sum(1)
-        outs.append(out)
-    return Attended(np.stack(outs), 2.0**-12 * float(np.sqrt(squares)))
+        squares += (moved**2).sum() + p**2 @ (v**2).sum(1)
+    return Attended(outs, 2.0**-12 * float(np.sqrt(squares)))

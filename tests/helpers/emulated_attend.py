@@ -7,7 +7,6 @@ import numpy as np
 from kvrt.backends.attend_variant import (
     QUERY_HEADS,
     attend_defines,
-    shared_bytes,
     with_lookup,
     with_shape,
 )
@@ -110,7 +109,7 @@ def attend_both(
     module.launch(
         "attend", (splits, rows), (WARPS * 32,), q, view.settings, lengths,
         scale * np.log2(np.e), group, window or 0, partials, arrivals, out,
-        shared=shared_bytes(defines, WARPS, STAGES),
+        shared=shape["SHARED_BYTES"],
     )  # fmt: skip
     assert not arrivals.any() and not partials.any()
     return out, expected

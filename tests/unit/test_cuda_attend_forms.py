@@ -13,7 +13,7 @@ from kvrt.kvstore.codecs import Nuq
 from tests.emulator import COMPILER
 from tests.helpers.codecs import FittedTables, rotary_for
 from tests.helpers.emulated_attend import TOLERANCE, attend_both, error, make_rows, make_store
-from tests.helpers.stores import new_store
+from tests.helpers.stores import Tokens, extend, new_store
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="the emulator needs g++")
 
@@ -152,9 +152,7 @@ def test_outliers_whose_rotation_is_beyond_a_half(ops: CpuOps) -> None:
     rows = make_rows(np.random.default_rng(0), 200, 1, 64)
     rows[70:90:2, 0, [3, 35]] = 60000  # both of a RoPE pair
     rows[71:91:2, 0, [3, 35]] = -60000
-    with store.extending(200):
-        row = ops.to_device(rows)
-        store.extend(0, row, row)
+    extend(store, Tokens(rows[None], rows[None]))
     # A score that is infinite would make everything NaN.
     for found in attend_both(ops, store, group=2, spread=1e-2):
         assert np.isfinite(found).all()
@@ -165,9 +163,7 @@ def test_floats_that_outgrew_the_first_page(ops: CpuOps) -> None:
     store = new_store(ops, "k=e5m2:pre,v=e5m2", geometry, 200, rotary=rotary_for(geometry))
     rows = make_rows(np.random.default_rng(0), 200, 1, 64)
     rows[100:, :, 32:] = rows[100:, :, :32] = 8 * rows[100:, :, :32]  # both of a RoPE pair
-    with store.extending(200):
-        row = ops.to_device(rows)
-        store.extend(0, row, row)
+    extend(store, Tokens(rows[None], rows[None]))
     assert error(*attend_both(ops, store, group=2, spread=0.02)) < TOLERANCE
 
 
