@@ -10,7 +10,8 @@
 // side, K_CODEC, K_KIND (of exact tokens), K_CODES_OFFSET, K_META_OFFSET and the codec's own (K_BITS, K_GROUP, K_MODE,
 // K_BY_ROWS; K_E4M3; K_SLOTS). In the first TURNED_TILES tiles of channels keys before RoPE must be turned; K_BIAS says
 // whether keys lack a bias, EXTRA_BYTES how much the tables take, SHARED_BYTES how much is asked for in all.
-// WARPS, STAGES, CTAS_AN_SM may be set; LOOKUP says whether levels of non-uniform integers are looked up in a table.
+// WARPS, STAGES, CTAS_AN_SM may be set; LOOKUP says whether levels of non-uniform integers are looked up in a table,
+// BY_SIDE whether a stage of a ring holds one side of a unit: pages may be too large for rings of many warps.
 #ifndef WARPS
 #define WARPS 4
 #endif
@@ -23,6 +24,9 @@
 #ifndef LOOKUP
 #define LOOKUP 0
 #endif
+#ifndef BY_SIDE
+#define BY_SIDE 0
+#endif
 
 #include "attend_softmax.cuh"
 #include "attend_units.cuh"
@@ -32,6 +36,7 @@ static_assert((K_KIND == 2) == (V_KIND == 2), "a layer is bf16 on both sides or 
 static_assert(K_KIND != 2 || TURNED_TILES == TILES, "what slow tiles are multiplied with are halves");
 static_assert(8 * QUERY_PITCH * 4 + EXTRA_BYTES + WARPS * STAGES * STAGE_BYTES == SHARED_BYTES,
               "attend_variant.py counts otherwise");
+static_assert(!BY_SIDE || !VALUES_IN_PLACE_OF_KEYS, "values are fetched to where a page's keys were");
 static_assert(STATE_FLOATS * 4 <= STAGE_BYTES, "a warp's state goes where its ring was");
 
 KVRT_INLINE void mma_exact(float* sums, const u32 (&a)[4], u32 low, u32 high) {
@@ -102,7 +107,7 @@ KVRT_INLINE void exact_scores(float (&scores)[4], const u8* stage, const Query& 
 KVRT_INLINE void add_exact_values(Softmax& state, const u8* stage, u32 low, u32 high, u32 low_rest, u32 high_rest) {
   const int lane = threadIdx.x % WARP;
   // Matrices: channels 0 ... 7 and 8 ... 15 of tokens 0 ... 7, then of tokens 8 ... 15.
-  const u8* rows = stage + EXACT_TOKENS * ROW_BYTES + (lane % 8 + lane / 16 * 8) * ROW_BYTES + lane / 8 % 2 * 16;
+  const u8* rows = stage + EXACT_SIDE_BYTES + (lane % 8 + lane / 16 * 8) * ROW_BYTES + lane / 8 % 2 * 16;
 #pragma unroll
   for (int s = 0; s < TILES; ++s) {
     u32 a[4];
@@ -125,8 +130,9 @@ KVRT_INLINE void add_exact_values(Softmax& state, const u8* stage, u32 low, u32 
 #endif
 }
 
+template <typename Values>
 KVRT_INLINE void attend_exact(Softmax& state, const u8* stage, const Query& query, const float (&unscale)[2],
-                              const Unit& unit, const Tables& tables, const float* base) {
+                              const Unit& unit, const Tables& tables, const float* base, const Values& values) {
   float scores[1][4];
   const int tile = int(unit.row) / EXACT_TOKENS % 4;  // of the block
   exact_scores(scores[0], stage, query, tables, tile);
@@ -141,12 +147,14 @@ KVRT_INLINE void attend_exact(Softmax& state, const u8* stage, const Query& quer
   low_rest = ptx::transpose8x8(ptx::pack_bfloat(x[0] - a.x, x[1] - a.y));
   high_rest = ptx::transpose8x8(ptx::pack_bfloat(x[2] - b.x, x[3] - b.y));
 #endif
-  add_exact_values(state, stage, low, high, low_rest, high_rest);
+  add_exact_values(state, values(), low, high, low_rest, high_rest);
 }
 
 #if K_CODEC != 0
-KVRT_INLINE void attend_page(Softmax& state, u8* run, const Query& query, const float (&unscale)[2], int unseen,
-                             const i64* layer, int head, const Tables& tables, const float* base) {
+template <typename Values>
+KVRT_INLINE void attend_page(Softmax& state, const u8* run, const Query& query, const float (&unscale)[2], int unseen,
+                             const i64* layer, int head, const Tables& tables, const float* base,
+                             const Values& values) {
   float scores[4][4];
   Affine<4> affine;
   page_scores(scores, affine, run, query, tables,
@@ -163,7 +171,7 @@ KVRT_INLINE void attend_page(Softmax& state, u8* run, const Query& query, const 
     weights.low[j] = ptx::transpose8x8(weighted.rows[j][0]);
     weights.high[j] = ptx::transpose8x8(weighted.rows[j][1]);
   }
-  add_page_values(state.sums, state.minima, run, weights, tables,
+  add_page_values(state.sums, state.minima, values(), weights, tables,
                   reinterpret_cast<const float*>(layer[VIEW_VALUE_SIDE + VIEW_STATE]), head);
 }
 #endif
@@ -187,6 +195,16 @@ KVRT_INLINE void read_queries(float* queries, const float* q, int heads, float s
       reinterpret_cast<float4*>(queries)[head * (QUERY_PITCH / 4) + part] = {x.x * scale, x.y * scale, x.z * scale,
                                                                          x.w * scale};
   }
+}
+
+// Ask for what comes STAGES - 1 pieces after one of a unit, and read the page table for the unit after.
+KVRT_INLINE void fetch_after(int piece, const Ring& ring, const Work& work, int& asked, i64& next_page, int step,
+                             const i64* layer, int head) {
+  const int next = (piece + STAGES - 1) % PIECES;
+  ring.fetch(work, asked, next, next_page, layer, head);
+  if (next < PIECES - 1) return;
+  asked += step;
+  next_page = work.page(asked);
 }
 
 // out (heads, HEAD_DIM) f32 = attention of q (heads, HEAD_DIM) f32, after RoPE, over everything in a layer.
@@ -223,16 +241,17 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
   const int start = warp * gridDim.x + blockIdx.x;
   Ring ring(rings + warp * STAGES * STAGE_BYTES, barriers + warp * STAGES);
   int asked = start;
-  i64 pages[STAGES];  // the page table is read one unit ahead
+  constexpr int AHEAD = (STAGES - 1) / PIECES;  // whole units that are asked for at first
+  i64 pages[AHEAD + 1];                         // the page table is read one unit ahead
 #pragma unroll
-  for (int i = 0; i < STAGES; ++i) pages[i] = work.page(start + i * step);
+  for (int i = 0; i <= AHEAD; ++i) pages[i] = work.page(start + i * step);
   const Fitted fitted(layer, head);
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) {
-    ring.fetch(i, work, asked, pages[i], layer, head);
-    asked += step;
+    ring.fetch(i, work, asked, i % PIECES, pages[i / PIECES], layer, head);
+    if (i % PIECES == PIECES - 1) asked += step;
   }
-  i64 next_page = pages[STAGES - 1];
+  i64 next_page = pages[AHEAD];
   fill_tables(tables, layer, head);
   fitted.write(tables);
   ptx::wait_for_previous();
@@ -258,9 +277,7 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
   if (!BY_BLOCK && SAME_NORM) make_query(query, queries, nullptr, nullptr);
   int made = -1;
   for (int index = start; index < units; index += step) {
-    ring.fetch(work, asked, next_page, layer, head);
-    asked += step;
-    next_page = work.page(asked);
+    fetch_after(0, ring, work, asked, next_page, step, layer, head);
 
     const bool packed = work.packed(index);
     u8* bytes = ring.here;
@@ -275,19 +292,32 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
       if (!SAME_NORM) spread_unscale();
       made = wanted;
     };
+    // Where the unit's bytes are, of which only values are wanted from here on.
+#if BY_SIDE
+    const auto values = [&] {
+      ring.release();
+      fetch_after(1, ring, work, asked, next_page, step, layer, head);
+      ring.wait(packed);
+      return ring.here - (packed ? VALUES_AT : EXACT_SIDE_BYTES);
+    };
+#else
+    const auto values = [&] { return bytes; };
+#endif
     if (packed) {
 #if K_CODEC != 0
       if (ANGLE_BYTES > 0) ring.wait(true);
       prepare(BY_BLOCK ? work.block + index : K_NORM);
       if (ANGLE_BYTES == 0) ring.wait(true);
-      attend_page(state, bytes, query, unscale, work.unseen(index), layer, head, tables, base);
+      attend_page(state, bytes, query, unscale, work.unseen(index), layer, head, tables, base, values);
 #endif
     } else {
       const Unit unit(work, index);
       ring.wait(false);
       if (unit.seen()) {
         prepare(BY_BLOCK ? unit.block : 0);
-        attend_exact(state, bytes, query, unscale, unit, tables, base);
+        attend_exact(state, bytes, query, unscale, unit, tables, base, values);
+      } else {
+        values();
       }
     }
     ring.release();

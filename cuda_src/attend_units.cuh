@@ -9,9 +9,14 @@ using u64 = unsigned long long;
 static constexpr int EXACT_TOKENS = 16;
 static constexpr int PAGE_TOKENS = 64;
 static constexpr int ROW_BYTES = HEAD_DIM * 2 + 16;  // 16 bytes of padding keep ldmatrix free of bank conflicts
-static constexpr int EXACT_BYTES = 2 * EXACT_TOKENS * ROW_BYTES;
+static constexpr int EXACT_SIDE_BYTES = EXACT_TOKENS * ROW_BYTES;
 static constexpr bool DENSE = K_CODEC == 0;
-static constexpr int PACKED_BYTES = DENSE ? 0 : RUN_BYTES + V_SHARED_BYTES;
+// A unit is fetched in one piece, or in two: its keys, then its values.
+static constexpr int PIECES = BY_SIDE ? 2 : 1;
+static constexpr int EXACT_BYTES = 2 / PIECES * EXACT_SIDE_BYTES;
+static constexpr int VALUES_AT = BY_SIDE ? V_CODES_OFFSET : 0;  // where a page's last piece begins in its run
+static constexpr int LAST_BYTES = RUN_BYTES - VALUES_AT + V_SHARED_BYTES;
+static constexpr int PACKED_BYTES = DENSE ? 0 : LAST_BYTES > VALUES_AT ? LAST_BYTES : VALUES_AT;
 static constexpr int UNIT_BYTES = PACKED_BYTES > EXACT_BYTES ? PACKED_BYTES : EXACT_BYTES;
 static constexpr bool BY_BLOCK = FORM != VIEW_POST;  // the query is another for each block of 64 tokens
 static constexpr int ANGLE_BYTES = BY_BLOCK || K_BIAS ? HEAD_DIM * 4 : 0;  // those of the block, behind a unit's bytes
@@ -107,15 +112,15 @@ struct Unit {
 #endif
 static constexpr bool BULK = KVRT_BULK_COPIES && !DENSE;
 
-// A warp's ring of units. Its lanes call everything together.
+// A warp's ring of pieces of units. Its lanes call everything together.
 struct Ring {
   u8* place;
   u64* barriers;  // of the stages
-  // The stage whose turn it is, and the one that is free: that of the unit before.
+  // The stage whose turn it is, and the one that is free: that of the piece before.
   u8 *here, *free;
   u64 *barrier, *free_barrier;
   int turn = 0;
-  u32 phase = 0;  // of the barriers: a warp's pages come before its exact tokens, one a stage
+  u32 phase = 0;  // of the barriers: a warp's pages come before its exact tokens, a piece a stage
 
   KVRT_INLINE Ring(u8* place, u64* barriers) : place(place), barriers(barriers) {
     here = place;
@@ -132,12 +137,13 @@ struct Ring {
 #endif
   }
 
-  // Ask for the bytes of a unit, into stage i or into the free one; `address` is that of its page.
-  KVRT_INLINE void fetch(int i, const Work& work, int index, i64 address, const i64* layer, int head) const {
-    fetch_to(place + i * STAGE_BYTES, barriers + i, work, index, address, layer, head);
+  // Ask for a piece of a unit, into stage i or into the free one; `address` is that of its page.
+  KVRT_INLINE void fetch(int i, const Work& work, int index, int piece, i64 address, const i64* layer,
+                         int head) const {
+    fetch_to(place + i * STAGE_BYTES, barriers + i, work, index, piece, address, layer, head);
   }
-  KVRT_INLINE void fetch(const Work& work, int index, i64 address, const i64* layer, int head) const {
-    fetch_to(free, free_barrier, work, index, address, layer, head);
+  KVRT_INLINE void fetch(const Work& work, int index, int piece, i64 address, const i64* layer, int head) const {
+    fetch_to(free, free_barrier, work, index, piece, address, layer, head);
   }
 
   // Until all bytes of the stage are there whose turn it is, which was asked for STAGES - 1 calls ago.
@@ -162,9 +168,9 @@ struct Ring {
     u8* next = free;
     u64* next_barrier = free_barrier;
     if (STAGES != 2) {
-      const bool first = barrier == barriers + STAGES - 1;
-      next = first ? place : here + STAGE_BYTES;
-      next_barrier = first ? barriers : barrier + 1;
+      const bool last = turn == STAGES - 1;
+      next = last ? place : here + STAGE_BYTES;
+      next_barrier = last ? barriers : barrier + 1;
     }
     free = here;
     free_barrier = barrier;
@@ -177,13 +183,13 @@ struct Ring {
   }
 
  private:
-  KVRT_INLINE void fetch_to(u8* to, u64* arrival, const Work& work, int index, i64 address, const i64* layer,
-                            int head) const {
+  KVRT_INLINE void fetch_to(u8* to, u64* arrival, const Work& work, int index, int piece, i64 address,
+                            const i64* layer, int head) const {
     if (work.packed(index)) {
-      fetch_packed(to, arrival, work, reinterpret_cast<const u8*>(address), work.block + index);
+      fetch_packed(to, arrival, work, piece, reinterpret_cast<const u8*>(address), work.block + index);
     } else if (index < work.units) {
       const Unit unit(work, index);
-      if (unit.seen()) fetch_exact(to, work, unit, reinterpret_cast<const u8*>(address), layer, head);
+      if (unit.seen()) fetch_exact(to, work, unit, piece, reinterpret_cast<const u8*>(address), layer, head);
     }
     if (!BULK || !work.packed(index)) ptx::commit_copies();
   }
@@ -194,29 +200,32 @@ struct Ring {
     for (int n = lane; n < bytes / 16; n += WARP) ptx::copy_async16(to + n * 16, from + n * 16);
   }
 
-  KVRT_INLINE void fetch_packed(u8* to, u64* arrival, const Work& work, const u8* page, int block) const {
-    const u8* angles = ANGLE_BYTES > 0 ? work.angles + i64(block) * ANGLE_BYTES : nullptr;
+  KVRT_INLINE void fetch_packed(u8* to, u64* arrival, const Work& work, int piece, const u8* page, int block) const {
+    const bool keys = piece == 0, values = piece == PIECES - 1;
+    const int start = keys ? 0 : VALUES_AT, bytes = (values ? RUN_BYTES : VALUES_AT) - start;
+    const int angle_bytes = keys ? ANGLE_BYTES : 0, shared_bytes = values ? V_SHARED_BYTES : 0;
+    const u8* angles = angle_bytes > 0 ? work.angles + i64(block) * ANGLE_BYTES : nullptr;
 #if KVRT_BULK_COPIES
     if (threadIdx.x % WARP == 0) {
-      ptx::barrier_expect(arrival, PACKED_BYTES + ANGLE_BYTES);
-      ptx::copy_bulk(to, page + work.run, RUN_BYTES, arrival);
-      if (V_SHARED_BYTES > 0) ptx::copy_bulk(to + RUN_BYTES, page + work.common, V_SHARED_BYTES, arrival);
-      if (ANGLE_BYTES > 0) ptx::copy_bulk(to + UNIT_BYTES, angles, ANGLE_BYTES, arrival);
+      ptx::barrier_expect(arrival, bytes + shared_bytes + angle_bytes);
+      ptx::copy_bulk(to, page + work.run + start, bytes, arrival);
+      if (shared_bytes > 0) ptx::copy_bulk(to + bytes, page + work.common, shared_bytes, arrival);
+      if (angle_bytes > 0) ptx::copy_bulk(to + UNIT_BYTES, angles, angle_bytes, arrival);
     }
 #else
-    copy(to, page + work.run, RUN_BYTES);
-    copy(to + RUN_BYTES, page + work.common, V_SHARED_BYTES);
-    copy(to + UNIT_BYTES, angles, ANGLE_BYTES);
+    copy(to, page + work.run + start, bytes);
+    copy(to + bytes, page + work.common, shared_bytes);
+    copy(to + UNIT_BYTES, angles, angle_bytes);
 #endif
   }
 
-  KVRT_INLINE void fetch_exact(u8* to, const Work& work, const Unit& unit, const u8* page, const i64* layer,
-                               int head) const {
+  KVRT_INLINE void fetch_exact(u8* to, const Work& work, const Unit& unit, int piece, const u8* page,
+                               const i64* layer, int head) const {
     if (!unit.paged) ptx::wait_for_previous();  // the newest token is from the kernel before
-    copy(to + UNIT_BYTES, work.angles + i64(unit.block) * ANGLE_BYTES, ANGLE_BYTES);
+    if (piece == 0) copy(to + UNIT_BYTES, work.angles + i64(unit.block) * ANGLE_BYTES, ANGLE_BYTES);
     const i64 rows = unit.sink ? work.sink_rows : work.tail_rows;
 #pragma unroll
-    for (int side = 0; side < 2; ++side) {
+    for (int side = piece; side < piece + 2 / PIECES; ++side) {
       const u8* source;
       if (unit.paged)
         source = page + work.run + (side ? V_CODES_OFFSET : K_CODES_OFFSET) + unit.row * HEAD_DIM * 2;
@@ -228,7 +237,7 @@ struct Ring {
         const int token = n / CHUNKS, chunk = n % CHUNKS;
         // What is behind the last token is never read: memory nobody wrote may hold a NaN.
         const bool wanted = token < unit.count;
-        ptx::copy_async16(to + (side * EXACT_TOKENS + token) * ROW_BYTES + chunk * 16,
+        ptx::copy_async16(to + ((side - piece) * EXACT_TOKENS + token) * ROW_BYTES + chunk * 16,
                           source + (wanted ? i64(token) * HEAD_DIM * 2 + chunk * 16 : 0), wanted ? 16 : 0);
       }
     }

@@ -12,8 +12,12 @@ from .ops import PAGE_TOKENS
 QUERY_HEADS = 8
 """Query heads of one CTA; larger groups take several."""
 
-SHAPES = ((12, 2), (8, 2), (4, 3), (4, 2), (3, 2), (2, 2), (1, 2))
-"""Warps of a CTA and stages of a warp's ring, from the best on, one CTA on a multiprocessor.
+SHAPES = (
+    (12, 2, 0), (8, 2, 0), (8, 3, 1), (8, 2, 1), (4, 3, 0), (4, 2, 0), (4, 3, 1), (4, 2, 1),
+    (3, 2, 0), (2, 2, 0), (1, 2, 0),
+)  # fmt: skip
+"""Warps of a CTA, stages of a warp's ring, and whether a stage has one side of a page, from the
+best on, one CTA on a multiprocessor.
 
 A multiprocessor has four schedulers: with 10 or 11 warps it is slower than with 8.
 """
@@ -117,17 +121,19 @@ def extra_bytes(defines: dict[str, Any], warps: int) -> int:
 
 
 def stage_bytes(defines: dict[str, Any]) -> int:
-    """Bytes of one stage of a warp's ring, as attend.cu counts them."""
-    exact = 2 * 16 * (defines["HEAD_DIM"] * 2 + 16)
+    """Bytes of one stage of a warp's ring, as attend_units.cuh counts them."""
+    by_side = defines.get("BY_SIDE", 0)
+    exact = (1 if by_side else 2) * 16 * (defines["HEAD_DIM"] * 2 + 16)
     angles = 0
     if defines["FORM"] != view.POST or defines["K_BIAS"]:
         angles = defines["HEAD_DIM"] * 4
     if defines["K_CODEC"] == DENSE:
         return exact + angles
-    packed = defines["RUN_BYTES"]
+    keys = defines["V_CODES_OFFSET"] if by_side else 0
+    packed = defines["RUN_BYTES"] - keys
     if defines["V_CODEC"] == NUQ:  # what belongs to all heads
         packed += PAGE_TOKENS * (4 + 2 * defines["V_SLOTS"] * 4)
-    return max(exact, packed) + angles
+    return max(exact, packed, keys) + angles
 
 
 def shared_bytes(defines: dict[str, Any], warps: int, stages: int) -> int:
@@ -154,6 +160,13 @@ def _wants_many_warps(defines: dict[str, Any]) -> bool:
     return bool(defines["HEAD_DIM"] <= 128 and plain and defines["K_CODEC"] == DENSE)
 
 
+def with_sides(defines: dict[str, Any]) -> dict[str, Any]:
+    """The options, with pages that come by side, if they can."""
+    # Outliers of values may need the place of a page's keys.
+    whole = defines["K_CODEC"] == DENSE or defines.get("V_SLOTS")
+    return defines if whole else {**defines, "BY_SIDE": 1}
+
+
 def with_lookup(defines: dict[str, Any]) -> dict[str, Any]:
     """The options, with levels looked up in a table if there are any."""
     levels = NUQ in (defines["K_CODEC"], defines["V_CODEC"])
@@ -163,10 +176,12 @@ def with_lookup(defines: dict[str, Any]) -> dict[str, Any]:
 def _candidates(defines: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int, int]]:
     """Options, warps and stages, from the best on."""
     shapes = SHAPES[0 if _wants_many_warps(defines) else 1 :]
-    wide = with_lookup(defines)
-    if wide is not defines:
-        yield from ((wide, *shape) for shape in shapes if shape[0] >= _LOOKUP_WARPS)
-    yield from ((defines, *shape) for shape in shapes)
+    wide, sides = with_lookup(defines), with_sides(defines)
+    for warps, stages, by_side in shapes:
+        if wide is not defines and warps >= _LOOKUP_WARPS and not by_side:
+            yield wide, warps, stages
+    for warps, stages, by_side in shapes:
+        yield sides if by_side else defines, warps, stages
 
 
 def compiled(settings: Sequence[int], shared: int = _SHARED) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from kvrt.backends.attend_variant import (
     attend_defines,
     with_lookup,
     with_shape,
+    with_sides,
 )
 from kvrt.backends.cpu import CpuOps
 from kvrt.kvstore import Geometry, KVStore
@@ -76,11 +77,14 @@ def attend_both(
     spread: float = 1.0,
     bulk: bool = False,
     lookup: bool = True,
+    by_side: bool = False,
+    stages: int = STAGES,
 ) -> tuple[np.ndarray, np.ndarray]:
     """What the emulated kernel and the CPU's give: (heads, dim) f32 each.
 
     Queries have that spread. `bulk`: pages come by the copy engine, as from sm_90 on.
     `lookup`: levels of non-uniform integers are looked up, as where there is memory for that.
+    `by_side`: one of the `stages` of a warp's ring has a side of a page, not all of it.
     """
     view = store.view(0)
     heads, dim = group * view.num_kv_heads, view.head_dim
@@ -93,7 +97,9 @@ def attend_both(
     defines = attend_defines(view.settings)
     if lookup:
         defines = with_lookup(defines)
-    shape = with_shape(defines, WARPS, STAGES)
+    if by_side:
+        defines = with_sides(defines)
+    shape = with_shape(defines, WARPS, stages)
     module = EmulatedModule("attend.cu", {**shape, "KVRT_BULK_COPIES": int(bulk)})
     extent = view.extent
     lengths = np.array(

@@ -44,3 +44,20 @@ def test_levels_are_looked_up_where_that_costs_no_warps(ops: CpuOps) -> None:
         "kivi4": [0, 0, 0],
         "kvquant4:1%": [0, 0, 0],
     }
+
+
+def test_pages_come_by_side_where_few_warps_have_whole_ones(ops: CpuOps) -> None:
+    shapes = {}
+    for spec in ("f8", "q8_0", "k=e4m3:pre,v=e4m3", "kvrt4", "f16", "kvquant4:1%"):
+        for dim in (128, 256):
+            settings = new_store(ops, spec, Geometry(1, 8, dim)).view(0).settings.tolist()
+            found = compiled(settings)
+            shapes[spec, dim] = found["WARPS"], found["STAGES"], found.get("BY_SIDE", 0)
+    assert shapes == {
+        ("f8", 128): (8, 3, 1), ("f8", 256): (4, 3, 1),
+        ("q8_0", 128): (8, 3, 1), ("q8_0", 256): (4, 3, 1),
+        ("k=e4m3:pre,v=e4m3", 128): (8, 3, 1), ("k=e4m3:pre,v=e4m3", 256): (4, 2, 1),
+        ("kvrt4", 128): (8, 2, 0), ("kvrt4", 256): (8, 3, 1),
+        ("f16", 128): (12, 2, 0), ("f16", 256): (4, 3, 0),
+        ("kvquant4:1%", 128): (8, 2, 0), ("kvquant4:1%", 256): (4, 2, 0),
+    }  # fmt: skip
