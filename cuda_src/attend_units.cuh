@@ -90,7 +90,8 @@ struct Unit {
     } else {
       const int done = (index - work.page_units) * EXACT_TOKENS;
       // The ring is whole pages long and the tail starts on a page's boundary: a unit never wraps.
-      row = (work.tail_slot + done) % work.tail_rows;
+      row = work.tail_slot + done;
+      if (row >= work.tail_rows) row -= work.tail_rows;
       position = work.position + work.pages * PAGE_TOKENS + done;
       count = work.tail_tokens - done;
       block = work.block + work.pages + done / PAGE_TOKENS;
@@ -219,27 +220,39 @@ struct Ring {
 #endif
   }
 
+  // EXACT_TOKENS rows, of which `count` are wanted: the others become zeros.
+  KVRT_INLINE void copy_rows(u8* to, const u8* from, int count) const {
+    constexpr int CHUNKS = HEAD_DIM / 8, ALL = EXACT_TOKENS * CHUNKS;
+    const int lane = threadIdx.x % WARP;
+    if (WARP % CHUNKS == 0 && count == EXACT_TOKENS) {
+      // A lane's rows are always as far from each other.
+      constexpr int STEP = WARP % CHUNKS == 0 ? WARP / CHUNKS : 1;
+      u8* place = to + lane / CHUNKS * ROW_BYTES + lane % CHUNKS * 16;
+      const u8* source = ptx::as_base(from + lane * 16);
+#pragma unroll
+      for (int i = 0; i < EXACT_TOKENS / STEP; ++i)
+        ptx::copy_async16(place + i * STEP * ROW_BYTES, source + i * WARP * 16);
+      return;
+    }
+    for (int n = lane; n < ALL; n += WARP) {
+      const int token = n / CHUNKS, chunk = n % CHUNKS;
+      // What is behind the last token is never read: memory nobody wrote may hold a NaN.
+      const bool wanted = token < count;
+      ptx::copy_async16(to + token * ROW_BYTES + chunk * 16, from + (wanted ? n * 16 : 0), wanted ? 16 : 0);
+    }
+  }
+
   KVRT_INLINE void fetch_exact(u8* to, const Work& work, const Unit& unit, int piece, const u8* page,
                                const i64* layer, int head) const {
     if (!unit.paged) ptx::wait_for_previous();  // the newest token is from the kernel before
     if (piece == 0) copy(to + UNIT_BYTES, work.angles + i64(unit.block) * ANGLE_BYTES, ANGLE_BYTES);
-    const i64 rows = unit.sink ? work.sink_rows : work.tail_rows;
-#pragma unroll
+    const i64 first = unit.paged ? unit.row : head * i64(unit.sink ? work.sink_rows : work.tail_rows) + unit.row;
+#pragma unroll 1  // the kernel is large for what a multiprocessor keeps of its code
     for (int side = piece; side < piece + 2 / PIECES; ++side) {
-      const u8* source;
-      if (unit.paged)
-        source = page + work.run + (side ? V_CODES_OFFSET : K_CODES_OFFSET) + unit.row * HEAD_DIM * 2;
-      else
-        source = reinterpret_cast<const u8*>(layer[(unit.sink ? VIEW_SINK_KEYS : VIEW_TAIL_KEYS) + side]) +
-                 (head * rows + unit.row) * HEAD_DIM * 2;
-      constexpr int CHUNKS = HEAD_DIM / 8;
-      for (int n = threadIdx.x % WARP; n < EXACT_TOKENS * CHUNKS; n += WARP) {
-        const int token = n / CHUNKS, chunk = n % CHUNKS;
-        // What is behind the last token is never read: memory nobody wrote may hold a NaN.
-        const bool wanted = token < unit.count;
-        ptx::copy_async16(to + ((side - piece) * EXACT_TOKENS + token) * ROW_BYTES + chunk * 16,
-                          source + (wanted ? i64(token) * HEAD_DIM * 2 + chunk * 16 : 0), wanted ? 16 : 0);
-      }
+      const int array = (unit.sink ? VIEW_SINK_KEYS : VIEW_TAIL_KEYS) + side;
+      const u8* rows = unit.paged ? page + work.run + (side ? V_CODES_OFFSET : K_CODES_OFFSET)
+                                  : reinterpret_cast<const u8*>(layer[array]);
+      copy_rows(to + (side - piece) * EXACT_SIDE_BYTES, rows + first * (HEAD_DIM * 2), unit.count);
     }
   }
 };

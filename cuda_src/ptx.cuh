@@ -141,6 +141,11 @@ KVRT_INLINE void wait_copies() {
 }
 // Loads that come after it in the source are not begun before it: they would take registers.
 KVRT_INLINE void keep_order() { asm volatile("" ::: "memory"); }
+// An address that the compiler does not know the making of: what lies a constant behind it needs no address of its own.
+KVRT_INLINE const unsigned char* as_base(const unsigned char* place) {
+  asm("" : "+l"(place));
+  return place;
+}
 // 16 bytes that are read once.
 KVRT_INLINE uint4 load_stream(const void* place) {
   uint4 v;

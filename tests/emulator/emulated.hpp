@@ -362,6 +362,7 @@ void wait_copies() {
   }
 }
 inline void keep_order() {}
+inline const unsigned char* as_base(const unsigned char* place) { return place; }
 inline uint4 load_stream(const void* place) { return *static_cast<const uint4*>(place); }
 
 // Kernels run one after the other.
