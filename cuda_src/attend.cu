@@ -80,7 +80,7 @@ KVRT_INLINE void exact_scores(float (&scores)[4], const u8* stage, const Query& 
   for (int s = 0; s < TILES; ++s) {
     u32 a[4];
     ptx::load_matrix4(a, rows + s * 16);
-    if (s >= TURN_TILES) {
+    if (s >= TURNED_TILES) {
       const TileQuery slow(query, tables, s);
       mma_exact(scores, a, slow.low, slow.high);
       mma_exact(slopes, a, slow.low_slope, slow.high_slope);
@@ -98,7 +98,7 @@ KVRT_INLINE void exact_scores(float (&scores)[4], const u8* stage, const Query& 
     mma_exact(scores, a, query.low_rest[s], query.high_rest[s]);
 #endif
   }
-  if (TURN_TILES < TILES)
+  if (HAS_SLOW)
 #pragma unroll
     for (int i = 0; i < 4; ++i) scores[i] += slopes[i] * place_in_block(tile, i >> 1);
 }
@@ -275,6 +275,10 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
     spread_unscale();
   }
   if (!BY_BLOCK && SAME_NORM) make_query(query, queries, nullptr, nullptr);
+  if (KEEPS_FOUR) {
+    read_four(query.kept, query, queries);
+    if (HAS_SLOW) keep_middle(query.kept, tables);
+  }
   int made = -1;
   for (int index = start; index < units; index += step) {
     fetch_after(0, ring, work, asked, next_page, step, layer, head);
@@ -285,10 +289,13 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
     // The query is made anew where it is another: for each page, or for packed keys that were divided by factors.
     const auto prepare = [&](int wanted) {
       if ((!BY_BLOCK && SAME_NORM) || wanted == made) return;
-      if (BY_BLOCK && heads <= 4)
+      if (BY_BLOCK && heads <= 4) {
         make_four(query, queries, base, packed ? factors : nullptr);
-      else
+        if (HAS_SLOW && !KEEPS_FOUR) go_to_middle(query, tables);
+      } else {
         make_query(query, queries, BY_BLOCK ? base : nullptr, packed ? factors : nullptr);
+        if (HAS_SLOW) go_to_middle(query, tables);
+      }
       if (!SAME_NORM) spread_unscale();
       made = wanted;
     };

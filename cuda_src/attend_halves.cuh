@@ -10,7 +10,7 @@ static constexpr bool K_MINIMA = K_CODEC == 1 && K_MODE != 1, K_CENTRED = K_CODE
 #endif
 
 // What keys of a tile of channels are multiplied with. Slow tiles are not turned: their query is that of the block's
-// middle, and goes on from there in a line.
+// middle (`go_to_middle`, `keep_middle`), and goes on from there in a line.
 struct TileQuery {
   u32 low, high, low_slope = 0, high_slope = 0;
   bool slow, turned;
@@ -22,13 +22,33 @@ struct TileQuery {
     slow = s >= TURNED_TILES;
     if (!slow) return;
     const uint4 line = tables.slow(s);
-    const u32 before = low;
-    low = ptx::fma_half2(low, line.x, ptx::mul_half2(high, line.y));
-    high = ptx::fma_half2(high, line.x, ptx::neg_half2(ptx::mul_half2(before, line.y)));
     low_slope = ptx::mul_half2(high, line.z);
-    high_slope = ptx::neg_half2(ptx::mul_half2(low, line.z));
+    high_slope = ptx::mul_half2(low, line.w);
   }
 };
+
+// Queries of the block's beginning become those of its middle in slow tiles.
+KVRT_INLINE void go_to_middle(Query& query, const Tables& tables) {
+#pragma unroll
+  for (int s = TURNED_TILES; s < TILES; ++s) {
+    const uint4 line = tables.slow(s);
+    const u32 low = query.low[s], high = query.high[s];
+    query.low[s] = ptx::fma_half2(low, line.x, ptx::mul_half2(high, line.y));
+    query.high[s] = ptx::fma_half2(high, line.x, ptx::neg_half2(ptx::mul_half2(low, line.y)));
+  }
+}
+
+// The same of what `make_four` starts from: it may be turned to the middle before it is turned to where the block is.
+KVRT_INLINE void keep_middle(float (&x)[TILES][2], const Tables& tables) {
+#pragma unroll
+  for (int t = TURNED_TILES / 2; t < TILES / 2; ++t) {
+    const int s = 2 * t + threadIdx.x % WARP / 16;
+    if (s < TURNED_TILES) continue;
+    const uint4 line = tables.slow(s);
+    const float2 cosine = ptx::unpack_half(line.x), sine = ptx::unpack_half(line.y);
+    turn_back(x[t], x[TILES / 2 + t], cosine, sine);
+  }
+}
 
 // Where a row of tile j (lane / 4, or with `lower` 8 further) is in a block: -1 ... 1.
 KVRT_INLINE float place_in_block(int j, int lower) {
@@ -89,34 +109,91 @@ KVRT_INLINE void add_affine_tile(HalfScores& sums, const Codes<K_BITS>& codes, c
   sums.add(a, query, tables, j, s);
 }
 
+#if K_BY_ROWS
+static constexpr int TILES_A_GROUP = 4 / K_GROUPS;
+static_assert(K_GROUPS <= 2, "a tile of 16 rows has the minima of two groups");
+
+// Where a lane's two scales of tile s are, of the low or the high half of the head; minima are the groups after them.
+KVRT_INLINE const u32* columns(const u8* run, int s, int group, int half) {
+  const u32* scales = reinterpret_cast<const u32*>(run + K_META_OFFSET);
+  return scales + group * (HEAD_DIM / 2) + 8 * s + threadIdx.x % 4 * 2 + half;
+}
+
+KVRT_INLINE void load_columns(u32& scale, u32& shift, const u8* run, int s, int group, int half) {
+  scale = *columns(run, s, group, half);
+  affine(scale, shift, K_MINIMA ? *columns(run, s, K_GROUPS + group, half) : 0);
+}
+
+// What is added to codes times scale.
+KVRT_INLINE u32 column_shift(const u8* run, int s, int group, int half) {
+  // Alone, and not with the other half: it would have to be moved to where it is wanted.
+  if (K_MINIMA && K_MODE == 0) return *const_cast<const volatile u32*>(columns(run, s, K_GROUPS + group, half));
+  u32 scale, shift;
+  load_columns(scale, shift, run, s, group, half);
+  return K_CENTRED ? ptx::mul_half2(scale, exact_half2(-K_MIDDLE)) : shift;
+}
+
+// Scores, 0 before, of slow tiles as `scores_by_channel` makes them: scales go into the query, and codes stay fields.
+KVRT_INLINE void slow_scores(float (&scores)[4][4], const u8* run, const Query& query, const Tables& tables) {
+  float slopes[4][4], shift[4] = {0, 0, 0, 0}, shift_slope[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) slopes[j][i] = 0;
+  Codes<K_BITS> codes;
+#pragma unroll
+  for (int s = TURNED_TILES; s < TILES; ++s) {
+    const TileQuery tile(query, tables, s);
+    u32 a[4];
+    // Rows 0 ... 7 are the first group's, rows 8 ... 15 the last one's.
+#pragma unroll
+    for (int r = 0; r < 4; ++r) a[r] = column_shift(run, s, r % 2 * (K_GROUPS - 1), r / 2);
+    ptx::mma_half(shift, a[0], a[1], a[2], a[3], tile.low, tile.high);
+    ptx::mma_half(shift_slope, a[0], a[1], a[2], a[3], tile.low_slope, tile.high_slope);
+    codes.load(run + K_CODES_OFFSET, s);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      u32 scale[2], unused;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) load_columns(scale[half], unused, run, s, j / TILES_A_GROUP, half);
+      const auto low = [&](u32 x) { return ptx::mul_half2(scale_half2(x, low_columns<K_BITS>(j)), scale[0]); };
+      const auto high = [&](u32 x) { return ptx::mul_half2(scale_half2(x, high_columns<K_BITS>(j)), scale[1]); };
+      codes.tile(a, j, s);
+      ptx::mma_half(scores[j], a[0], a[1], a[2], a[3], low(tile.low), high(tile.high));
+      ptx::mma_half(slopes[j], a[0], a[1], a[2], a[3], low(tile.low_slope), high(tile.high_slope));
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float factor = FROM_SUBNORMAL / (i < 2 ? 1.0f : Codes<K_BITS>::HIGH_ROWS);
+      const int sum = j / TILES_A_GROUP * 2 + i % 2;
+      const float slope = slopes[j][i] * factor + shift_slope[sum];
+      scores[j][i] = scores[j][i] * factor + shift[sum] + slope * place_in_block(j, i >> 1);
+    }
+}
+#endif
+
 KVRT_INLINE void half_scores(float (&scores)[4][4], const u8* run, const Query& query, const Tables& tables) {
   Codes<K_BITS> codes;
-  HalfScores sums(scores);
 #if K_BY_ROWS
-  constexpr int TILES_A_GROUP = 4 / K_GROUPS;
-  const uint2* scales = reinterpret_cast<const uint2*>(run + K_META_OFFSET) + threadIdx.x % 4;
+  if (HAS_SLOW) slow_scores(scores, run, query, tables);
+  HalfScores sums(scores);
 #pragma unroll
-  for (int g = 0; g < K_GROUPS; ++g)
+  for (int s = 0; s < TURNED_TILES; ++s) {
+    const TileQuery tile(query, tables, s);
+    codes.load(run + K_CODES_OFFSET, s);
 #pragma unroll
-    for (int i = 0; i < TILES; ++i) {
-      const int s = tile_at(i);
-      const TileQuery tile(query, tables, s);
-      codes.load(run + K_CODES_OFFSET, s);
-      const int place = (g * HEAD_DIM + 16 * s) / 4;
-      const uint2 columns = scales[place];
-      uint2 minima = {0, 0};
-      if (K_MINIMA) minima = scales[K_GROUPS * HEAD_DIM / 4 + place];
-      u32 scale[4] = {columns.x, columns.x, columns.y, columns.y}, shift[4];
+    for (int j = 0; j < 4; ++j) {
+      u32 scale[4], shift[4];
 #pragma unroll
-      for (int r = 0; r < 4; ++r) affine(scale[r], shift[r], r < 2 ? minima.x : minima.y);
-#pragma unroll
-      for (int t = 0; t < TILES_A_GROUP; ++t) {
-        const int j = g * TILES_A_GROUP + t;
-        add_affine_tile(sums, codes, scale, shift, tile, tables, j, s);
-      }
-      sums.end_tile(s, g * TILES_A_GROUP, TILES_A_GROUP);
+      for (int r = 0; r < 4; ++r) load_columns(scale[r], shift[r], run, s, j / TILES_A_GROUP, r / 2);
+      add_affine_tile(sums, codes, scale, shift, tile, tables, j, s);
     }
+  }
 #else
+  HalfScores sums(scores);
   const u16* scales = reinterpret_cast<const u16*>(run + K_META_OFFSET) + threadIdx.x % WARP / 4;
   u32 scale[4][4], shift[4][4];
 #pragma unroll

@@ -16,12 +16,16 @@ static constexpr float LESS_HIGH = K_BITS == 3 ? 8.0f : 16.0f;
 static constexpr float LESS_HIGH = 1.0f;
 #endif
 
+// Whether a lane keeps in registers what `make_four` starts from.
+static constexpr bool KEEPS_FOUR = FORM != VIEW_POST && K_KIND != 2 && HEAD_DIM % 32 == 0 && HEAD_DIM <= 128;
+
 struct Query {
   u32 low[TILES], high[TILES];  // f16 (bf16: what rounds to it), scaled by a power of two so that halves are not wasted
 #if K_KIND == 2
   u32 low_rest[TILES], high_rest[TILES];  // what bf16 leaves over, as bf16
 #endif
   float scale, unscale;  // that power of two for head lane / 4, and its inverse
+  float kept[TILES][2];  // see `read_four`
 };
 
 // One step of a Hadamard transform between channels of which the lane holds both.
@@ -70,19 +74,22 @@ KVRT_INLINE void hadamard(float (&x)[COUNT][2]) {
 // Two neighbours, the first at an even place.
 KVRT_INLINE float2 load_pair(const float* place) { return *reinterpret_cast<const float2*>(place); }
 
-// Channels c, c + 1 of both halves of q (2, HALF) f32 in shared memory, turned backwards by the angles of `base`
-// (2, HALF) f32 if there are any.
-KVRT_INLINE void read_query(float (&low)[2], float (&high)[2], const float* q, const float* base, int c) {
-  float2 x = load_pair(q + c), y = load_pair(q + HALF + c);
-  if (base != nullptr) {
-    const float2 cosine = load_pair(base + c), sine = load_pair(base + HALF + c), a = x, b = y;
-    x = {a.x * cosine.x + b.x * sine.x, a.y * cosine.y + b.y * sine.y};
-    y = {b.x * cosine.x - a.x * sine.x, b.y * cosine.y - a.y * sine.y};
-  }
+// Channels c, c + 1 of both halves of q (2, HALF) f32 in shared memory.
+KVRT_INLINE void read_query(float (&low)[2], float (&high)[2], const float* q, int c) {
+  const float2 x = load_pair(q + c), y = load_pair(q + HALF + c);
   low[0] = x.x;
   low[1] = x.y;
   high[0] = y.x;
   high[1] = y.y;
+}
+
+// Turn such channels backwards.
+KVRT_INLINE void turn_back(float (&low)[2], float (&high)[2], float2 cosine, float2 sine) {
+  const float2 a = {low[0], low[1]}, b = {high[0], high[1]};
+  low[0] = a.x * cosine.x + b.x * sine.x;
+  low[1] = a.y * cosine.y + b.y * sine.y;
+  high[0] = b.x * cosine.x - a.x * sine.x;
+  high[1] = b.y * cosine.y - a.y * sine.y;
 }
 
 // The power of two to multiply a query by whose squares sum up to so much, and its inverse. The norm becomes
@@ -117,7 +124,11 @@ KVRT_INLINE void make_query(Query& query, const float* q, const float* base, con
   const int lane = threadIdx.x % WARP, head = lane / 4, col = lane % 4;
   float x[2 * TILES][2];
 #pragma unroll
-  for (int s = 0; s < TILES; ++s) read_query(x[s], x[TILES + s], q + head * QUERY_PITCH, base, 8 * s + 2 * col);
+  for (int s = 0; s < TILES; ++s) {
+    const int c = 8 * s + 2 * col;
+    read_query(x[s], x[TILES + s], q + head * QUERY_PITCH, c);
+    if (base != nullptr) turn_back(x[s], x[TILES + s], load_pair(base + c), load_pair(base + HALF + c));
+  }
 #if K_HADAMARD > 0
   hadamard<K_HADAMARD, false>(x);
 #endif
@@ -151,34 +162,58 @@ KVRT_INLINE void make_query(Query& query, const float* q, const float* base, con
   }
 }
 
-// The same where at most four of the query heads are wanted: a lane makes half of one, for itself and for lane ^ 16.
-// The other four heads get numbers without meaning, and an `unscale` of 0, which makes their scores 0.
-#if K_KIND != 2 && HEAD_DIM % 32 == 0
-KVRT_INLINE void make_four(Query& query, const float* q, const float* base, const float* factors) {
-  const int lane = threadIdx.x % WARP, head = lane / 4 % 4, col = lane % 4, part = lane / 16;
-  float x[TILES][2];  // of the tiles 2 t + part
+// What `make_four` starts from, of q (8, QUERY_PITCH) f32 in shared memory: channels of the low half of the head in the
+// tiles 2 t + lane / 16, t = 0 ..., then those of the high half; scaled already if the scale is always the same.
+KVRT_INLINE void read_four(float (&x)[TILES][2], const Query& query, const float* q) {
+  const int lane = threadIdx.x % WARP, first = 8 * (lane / 16) + 2 * (lane % 4);
 #pragma unroll
   for (int t = 0; t < TILES / 2; ++t)
-    read_query(x[t], x[TILES / 2 + t], q + head * QUERY_PITCH, base, 8 * (2 * t + part) + 2 * col);
+    read_query(x[t], x[TILES / 2 + t], q + lane / 4 % 4 * QUERY_PITCH, 16 * t + first);
+  if (SAME_NORM)
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+      for (int one = 0; one < 2; ++one) x[i][one] *= query.scale;
+}
+
+// As `make_query`, where at most four of the query heads are wanted: a lane makes half of one, for itself and for
+// lane ^ 16. The other four heads get numbers without meaning, and an `unscale` of 0, which makes their scores 0.
+#if K_KIND != 2 && HEAD_DIM % 32 == 0
+KVRT_INLINE void make_four(Query& query, const float* q, const float* base, const float* factors) {
+  const int lane = threadIdx.x % WARP, part = lane / 16, first = 8 * part + 2 * (lane % 4);
+  float x[TILES][2];
+  if (KEEPS_FOUR) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+      for (int one = 0; one < 2; ++one) x[i][one] = query.kept[i][one];
+  } else {
+    read_four(x, query, q);
+  }
+#pragma unroll
+  for (int t = 0; t < TILES / 2; ++t) {
+    const float* angles = base + 16 * t + first;
+    turn_back(x[t], x[TILES / 2 + t], load_pair(angles), load_pair(angles + HALF));
+  }
 #if K_HADAMARD > 0
   hadamard<K_HADAMARD, true>(x);
 #endif
-  float squares = 0;
-#pragma unroll
-  for (int i = 0; i < TILES; ++i)
-#pragma unroll
-    for (int one = 0; one < 2; ++one) {
-      if (factors != nullptr) x[i][one] *= __ldg(factors + 8 * (2 * i + part) + 2 * col + one);
-      squares += x[i][one] * x[i][one];
-    }
   if (!SAME_NORM) {
+    float squares = 0;
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+      for (int one = 0; one < 2; ++one) {
+        if (factors != nullptr) x[i][one] *= __ldg(factors + 16 * i + first + one);
+        squares += x[i][one] * x[i][one];
+      }
     squares += __shfl_xor_sync(ALL_LANES, squares, 1);
     squares += __shfl_xor_sync(ALL_LANES, squares, 2);
     squares += __shfl_xor_sync(ALL_LANES, squares, 16);
     query.scale = scale_of(squares, query.unscale);
     if (part) query.unscale = 0;
   }
-  const float scale = query.scale, above = scale / LESS_HIGH;
+  const float scale = SAME_NORM ? 1.0f : query.scale, above = scale / LESS_HIGH;
 #pragma unroll
   for (int t = 0; t < TILES / 2; ++t) {
     query.low[2 * t] = ptx::pack_half(x[t][0] * scale, x[t][1] * scale);

@@ -32,6 +32,7 @@ struct Softmax {
   KVRT_INLINE void step(Weighted<COUNT>& to, float (&scores)[COUNT][4], Affine<COUNT> affine,
                         const float (&unscale)[2], int low, int count) {
     if (low > 0 || count < 16 * COUNT) {
+      __syncwarp();  // so that this is a branch, and no selections by each page
       const int row = threadIdx.x % WARP / 4;
 #pragma unroll
       for (int j = 0; j < COUNT; ++j)

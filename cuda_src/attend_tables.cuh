@@ -76,7 +76,7 @@ struct Tables {
   KVRT_INLINE uint4 turn(int j, int s) const { return reinterpret_cast<const uint4*>(place)[at(j, s)]; }
   // What these halves leave over.
   KVRT_INLINE uint4 turn_rest(int j, int s) const { return reinterpret_cast<const uint4*>(place + REST_AT)[at(j, s)]; }
-  // Of a slow tile: cos and sin at a block's middle, and the angle that half a block adds; the last word is of no use.
+  // Of a slow tile: cos and sin at a block's middle, the angle that half a block adds, and minus that.
   KVRT_INLINE uint4 slow(int s) const {
     return reinterpret_cast<const uint4*>(place + SLOW_AT)[4 * s + threadIdx.x % 4];
   }
@@ -131,6 +131,7 @@ KVRT_INLINE void fill_slow(const Tables& tables, const float* turns) {
     to[0] = ptx::float_to_half(c * cosine);
     to[2] = ptx::float_to_half(s * cosine);
     to[4] = ptx::float_to_half(sine / cosine * (32.0f / NODE));
+    to[6] = to[4] ^ 0x8000u;
   }
 }
 
