@@ -153,12 +153,11 @@ KVRT_INLINE void attend_exact(Softmax& state, const u8* stage, const Query& quer
 #if K_CODEC != 0
 template <typename Values>
 KVRT_INLINE void attend_page(Softmax& state, const u8* run, const Query& query, const float (&unscale)[2], int unseen,
-                             const i64* layer, int head, const Tables& tables, const float* base,
+                             const float (&scales)[2], int head, const Tables& tables, const float* base,
                              const Values& values) {
   float scores[4][4];
   Affine<4> affine;
-  page_scores(scores, affine, run, query, tables,
-              reinterpret_cast<const float*>(layer[VIEW_KEY_SIDE + VIEW_STATE]), head);
+  page_scores(scores, affine, run, query, tables, scales[0]);
   if (K_BIAS) {
     affine.apply(scores);
     add_bias(scores, tables, base, 0, unscale);
@@ -171,8 +170,7 @@ KVRT_INLINE void attend_page(Softmax& state, const u8* run, const Query& query, 
     weights.low[j] = ptx::transpose8x8(weighted.rows[j][0]);
     weights.high[j] = ptx::transpose8x8(weighted.rows[j][1]);
   }
-  add_page_values(state.sums, state.minima, values(), weights, tables,
-                  reinterpret_cast<const float*>(layer[VIEW_VALUE_SIDE + VIEW_STATE]), head);
+  add_page_values(state.sums, state.minima, values(), weights, tables, scales[1], head);
 }
 #endif
 
@@ -198,12 +196,12 @@ KVRT_INLINE void read_queries(float* queries, const float* q, int heads, float s
 }
 
 // Ask for what comes STAGES - 1 pieces after one of a unit, and read the page table for the unit after.
-KVRT_INLINE void fetch_after(int piece, const Ring& ring, const Work& work, int& asked, i64& next_page, int step,
+KVRT_INLINE void fetch_after(int piece, const Ring& ring, const Work& work, int& asked, i64& next_page,
                              const i64* layer, int head) {
   const int next = (piece + STAGES - 1) % PIECES;
   ring.fetch(work, asked, next, next_page, layer, head);
   if (next < PIECES - 1) return;
-  asked += step;
+  asked = work.next(asked);
   next_page = work.page(asked);
 }
 
@@ -229,8 +227,11 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
   const int tiles = (group + 7) / 8, head = blockIdx.y / tiles, tile = blockIdx.y % tiles;
   const int heads = group - 8 * tile < 8 ? group - 8 * tile : 8;  // query heads of this CTA
   const i64 first_head = i64(head) * group + 8 * tile;
-  const Work work(layer, lengths, head, window);
-  const int units = work.units, step = gridDim.x * WARPS;
+  const Places places(layer, lengths);
+  const Sources sources(layer);
+  Ring ring(rings + warp * STAGES * STAGE_BYTES, barriers + warp * STAGES);
+  const Work work(places, head, window, gridDim.x * WARPS);
+  const int units = work.units;
   const int active = min(int(gridDim.x), units);
   if (int(blockIdx.x) >= active) {
     ptx::wait_for_previous();
@@ -239,25 +240,30 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
 
   // Units go to the first warps of all CTAs, then to the second ones: what is left over is spread over all CTAs.
   const int start = warp * gridDim.x + blockIdx.x;
-  Ring ring(rings + warp * STAGES * STAGE_BYTES, barriers + warp * STAGES);
   int asked = start;
   constexpr int AHEAD = (STAGES - 1) / PIECES;  // whole units that are asked for at first
   i64 pages[AHEAD + 1];                         // the page table is read one unit ahead
 #pragma unroll
-  for (int i = 0; i <= AHEAD; ++i) pages[i] = work.page(start + i * step);
-  const Fitted fitted(layer, head);
+  for (int i = 0; i <= AHEAD; ++i) pages[i] = work.page(start + i * work.warps);
+  const Fitted fitted(sources, head);
+  const SlowTurns slow(sources.turns);
+  QuickTurns quick(sources.turns);
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) {
     ring.fetch(i, work, asked, i % PIECES, pages[i / PIECES], layer, head);
-    if (i % PIECES == PIECES - 1) asked += step;
+    if (i % PIECES == PIECES - 1) asked = work.next(asked);
   }
   i64 next_page = pages[AHEAD];
-  fill_tables(tables, layer, head);
+  quick.write(tables, sources.turns);
+  slow.write(tables);
   fitted.write(tables);
+  fill_left_out(tables, sources, head);
   ptx::wait_for_previous();
   int my_ticket = 0;
   if (threadIdx.x == 0) my_ticket = atomicAdd(arrivals + blockIdx.y, 1);
   const float* my_q = reinterpret_cast<const float*>(q) + first_head * HEAD_DIM;
+  const float scales[2] = {K_CODEC == 3 ? ptx::load_early(sources.key_scales + head) : 1.0f,  // of fp8
+                           V_CODEC == 3 ? ptx::load_early(sources.value_scales + head) : 1.0f};
   read_queries(queries, my_q, heads, scale);
   fill_bias(tables, queries);
   __syncthreads();
@@ -280,8 +286,8 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
     if (HAS_SLOW) keep_middle(query.kept, tables);
   }
   int made = -1;
-  for (int index = start; index < units; index += step) {
-    fetch_after(0, ring, work, asked, next_page, step, layer, head);
+  for (int index = start; index < units; index = work.next(index)) {
+    fetch_after(0, ring, work, asked, next_page, layer, head);
 
     const bool packed = work.packed(index);
     u8* bytes = ring.here;
@@ -300,22 +306,19 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
       made = wanted;
     };
     // Where the unit's bytes are, of which only values are wanted from here on.
-#if BY_SIDE
     const auto values = [&] {
+      if (!BY_SIDE) return bytes;
       ring.release();
-      fetch_after(1, ring, work, asked, next_page, step, layer, head);
+      fetch_after(1, ring, work, asked, next_page, layer, head);
       ring.wait(packed);
       return ring.here - (packed ? VALUES_AT : EXACT_SIDE_BYTES);
     };
-#else
-    const auto values = [&] { return bytes; };
-#endif
     if (packed) {
 #if K_CODEC != 0
       if (ANGLE_BYTES > 0) ring.wait(true);
       prepare(BY_BLOCK ? work.block + index : K_NORM);
       if (ANGLE_BYTES == 0) ring.wait(true);
-      attend_page(state, bytes, query, unscale, work.unseen(index), layer, head, tables, base, values);
+      attend_page(state, bytes, query, unscale, work.unseen(index), scales, head, tables, base, values);
 #endif
     } else {
       const Unit unit(work, index);

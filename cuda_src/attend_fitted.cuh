@@ -15,18 +15,21 @@ static constexpr float LEVEL_UNIT = 16.0f, MOST_HALF = 4080.0f;
 // Levels of one side.
 template <int BITS>
 struct FittedLevels {
-  static constexpr int CODES = 1 << BITS, EACH = (lookup_rows(BITS) + CTA_THREADS - 1) / CTA_THREADS;
+  static constexpr int CODES = 1 << BITS, ROWS = lookup_rows(BITS), PIECES = LOOKUP_ROW / 2 / 16;
+  // Threads that share a row of the table that levels are looked up in, the pieces of each, and rows of a thread.
+  static constexpr int FREE = CTA_THREADS / ROWS, SHARERS = FREE >= 8 ? 8 : FREE >= 4 ? 4 : FREE >= 2 ? 2 : 1;
+  static constexpr int MINE = PIECES / SHARERS, EACH = (ROWS * SHARERS + CTA_THREADS - 1) / CTA_THREADS;
   float own, rows[EACH][4];
 
   KVRT_INLINE explicit FittedLevels(const float* levels) {
-    own = __ldg(levels + threadIdx.x % CODES);
+    if (!LOOKUP) own = __ldg(levels + threadIdx.x % CODES);
     if (LOOKUP)
 #pragma unroll
       for (int n = 0; n < EACH; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int row = threadIdx.x + n * CTA_THREADS, from = (BITS == 3 ? 3 : 4) * (i % 2) + 2 * (i / 2);
-          rows[n][i] = BITS == 2 || i < 2 ? __ldg(levels + (row >> from) % CODES) : rows[n][i - 2];
+          const int from = (BITS == 3 ? 3 : 4) * (i % 2) + 2 * (i / 2);
+          rows[n][i] = BITS == 2 || i < 2 ? __ldg(levels + (row(n) >> from) % CODES) : rows[n][i - 2];
         }
   }
 
@@ -44,18 +47,22 @@ struct FittedLevels {
   KVRT_INLINE void write_rows(u8* to, float unit) const {
 #pragma unroll
     for (int n = 0; n < EACH; ++n) {
-      const int row = threadIdx.x + n * CTA_THREADS;
       const float(&x)[4] = rows[n];
       const u32 first = ptx::pack_half(x[0] * unit, x[1] * unit), second = ptx::pack_half(x[2] * unit, x[3] * unit);
-      if (row < lookup_rows(BITS))
+      u8* pieces = to + row(n) * LOOKUP_ROW + threadIdx.x % SHARERS * MINE * 16;
+      if (row(n) < ROWS)
 #pragma unroll
-        for (int i = 0; i < 8; ++i)  // the lanes of a warp begin in different banks
-          *reinterpret_cast<uint4*>(to + row * LOOKUP_ROW + (row + i) % 8 * 16) = {first, second, first, second};
+        for (int i = 0; i < MINE; ++i)  // the lanes of a warp begin in different banks
+          *reinterpret_cast<uint4*>(pieces + (row(n) + i) % MINE * 16) = {first, second, first, second};
     }
   }
+
+ private:
+  static KVRT_INLINE int row(int n) { return (threadIdx.x + n * CTA_THREADS) / SHARERS; }
 };
 
-// Centre and half of a KV head's channels; half is `apart` numbers behind centre.
+// Centre and half of a KV head's channels; half is `apart` numbers behind centre. The last warps make them: the first
+// ones have other tables.
 struct FittedColumns {
   static constexpr int COUNT = 4 * TILES, EACH = (COUNT + CTA_THREADS - 1) / CTA_THREADS;
   float2 parts[EACH][4];
@@ -63,30 +70,35 @@ struct FittedColumns {
   KVRT_INLINE FittedColumns(const float* centre, i64 apart) {
 #pragma unroll
     for (int n = 0; n < EACH; ++n) {
-      const int i = (threadIdx.x + n * CTA_THREADS) % COUNT, c = 8 * (i / 4) + 2 * (i % 4);
+      const int i = place(n), c = 8 * (i / 4) + 2 * (i % 4);
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        parts[n][k] = __ldg(reinterpret_cast<const float2*>(centre + (k < 2 ? apart : 0) + k % 2 * HALF + c));
+        if (i < COUNT)
+          parts[n][k] = __ldg(reinterpret_cast<const float2*>(centre + (k < 2 ? apart : 0) + k % 2 * HALF + c));
     }
   }
 
   KVRT_INLINE void write(u32* to) const {
 #pragma unroll
     for (int n = 0; n < EACH; ++n) {
-      const int i = threadIdx.x + n * CTA_THREADS;
+      const int i = place(n);
+      if (i >= COUNT) break;
       u32 packed[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const float unit = k < 2 ? 1 / LEVEL_UNIT : 1.0f, most = k < 2 && !KEYS_ARE_NUMBERS ? MOST_HALF : 65504.0f;
         packed[k] = ptx::pack_half(min(parts[n][k].x, most) * unit, min(parts[n][k].y, most) * unit);
       }
-      if (i < COUNT) reinterpret_cast<uint4*>(to)[i] = {packed[0], packed[1], packed[2], packed[3]};
+      reinterpret_cast<uint4*>(to)[i] = {packed[0], packed[1], packed[2], packed[3]};
     }
   }
+
+ private:
+  static KVRT_INLINE int place(int n) { return CTA_THREADS - 1 - int(threadIdx.x) + n * CTA_THREADS; }
 };
 
 struct NothingFitted {
-  KVRT_INLINE NothingFitted(const i64*, int) {}
+  KVRT_INLINE NothingFitted(const Sources&, int) {}
   KVRT_INLINE void write(const Tables&) const {}
 };
 
@@ -95,14 +107,15 @@ struct FittedKeys {
   FittedLevels<K_BITS> levels;
   FittedColumns columns;
 
-  KVRT_INLINE FittedKeys(const i64* layer, int head)
-      : FittedKeys(reinterpret_cast<const float*>(layer[VIEW_KEY_SIDE + VIEW_TABLE]), layer[VIEW_HEADS], head) {}
-  KVRT_INLINE FittedKeys(const float* table, i64 heads, int head)
-      : levels(table), columns(table + 2 * (1 << K_BITS) + head * HEAD_DIM, heads * HEAD_DIM) {}
+  KVRT_INLINE FittedKeys(const Sources& sources, int head)
+      : levels(sources.keys),
+        columns(sources.keys + 2 * (1 << K_BITS) + head * HEAD_DIM, sources.heads * HEAD_DIM) {}
 
   KVRT_INLINE void write(const Tables& tables) const {
-    levels.write_bytes(tables.levels(false), LEVEL_UNIT);
-    if (LOOKUP) levels.write_rows(tables.lookup(), LEVEL_UNIT);
+    if (LOOKUP)
+      levels.write_rows(tables.lookup(), LEVEL_UNIT);
+    else
+      levels.write_bytes(tables.levels(false), LEVEL_UNIT);
     columns.write(tables.columns());
   }
 };
@@ -114,12 +127,13 @@ using FittedKeys = NothingFitted;
 struct FittedValues {
   FittedLevels<V_BITS> levels;
 
-  KVRT_INLINE FittedValues(const i64* layer, int)
-      : levels(reinterpret_cast<const float*>(layer[VIEW_VALUE_SIDE + VIEW_TABLE])) {}
+  KVRT_INLINE FittedValues(const Sources& sources, int) : levels(sources.values) {}
 
   KVRT_INLINE void write(const Tables& tables) const {
-    levels.write_bytes(tables.levels(true), 1);
-    if (LOOKUP) levels.write_rows(tables.lookup() + LOOKUP_ROW / 2, 1);
+    if (LOOKUP)
+      levels.write_rows(tables.lookup() + LOOKUP_ROW / 2, 1);
+    else
+      levels.write_bytes(tables.levels(true), 1);
   }
 };
 #else
@@ -130,7 +144,7 @@ struct Fitted {
   FittedKeys keys;
   FittedValues values;
 
-  KVRT_INLINE Fitted(const i64* layer, int head) : keys(layer, head), values(layer, head) {}
+  KVRT_INLINE Fitted(const Sources& sources, int head) : keys(sources, head), values(sources, head) {}
   KVRT_INLINE void write(const Tables& tables) const {
     keys.write(tables);
     values.write(tables);

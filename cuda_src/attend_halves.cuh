@@ -246,53 +246,113 @@ KVRT_INLINE void half_scores(float (&scores)[4][4], const u8* run, const Query& 
   }
 }
 #elif K_CODEC == 4
+// Whether a tile's columns may be swapped: partners of a RoPE pair are in one register then, and cannot be turned.
+KVRT_INLINE bool may_swap(int s) { return FORM != VIEW_PRE || s >= TURNED_TILES; }
+
+// The columns of a tile's query, and of halves and centres, are swapped if keys' columns are.
+KVRT_INLINE void swap_tile(TileQuery& tile, uint4& column) {
+  swap_columns(tile.low, tile.high);
+  if (tile.slow) swap_columns(tile.low_slope, tile.high_slope);
+  swap_columns(column.x, column.y);
+  swap_columns(column.z, column.w);
+}
+
 // `shift` is what the scores of a query head lack, of each tile.
 KVRT_INLINE void level_scores(float (&scores)[4][4], float (&shift)[4][2], const u8* run, const Query& query,
                               const Tables& tables) {
-  constexpr int GROUP = KeyOutliers::GROUP, GROUPS = (TILES + GROUP - 1) / GROUP;
   const Levels<K_BITS> levels(tables, false);
-  const KeyOutliers outliers(run, tables.room());
   Codes<K_BITS> codes;
   float centres[4] = {0, 0, 0, 0};
   HalfScores sums(scores);
 #pragma unroll
-  for (int n = 0; n < GROUPS; ++n) {
-    const int first = (n + TURNED_TILES / GROUP) % GROUPS * GROUP;  // as `tile_at`
-    u32 a[GROUP][4][4];
-#pragma unroll
-    for (int s = first; s < first + GROUP && s < TILES; ++s) {
-      codes.load(run + K_CODES_OFFSET, s);
-      const uint4 column = reinterpret_cast<const uint4*>(tables.columns())[4 * s + threadIdx.x % 4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        u32(&x)[4] = a[s - first][j];
-        levels.template tile<!KEYS_ARE_NUMBERS>(x, codes, j, s);
-        if (KEYS_ARE_NUMBERS)
-#pragma unroll
-          for (int r = 0; r < 4; ++r)
-            x[r] = ptx::fma_half2(x[r], r < 2 ? column.x : column.y, r < 2 ? column.z : column.w);
-      }
+  for (int i = 0; i < TILES; ++i) {
+    const int s = tile_at(i);
+    codes.load(run + K_CODES_OFFSET, s);
+    uint4 column = tables.column(s);
+    TileQuery tile(query, tables, s);
+    if (!KEYS_ARE_NUMBERS) {
+      // Half goes into the query; centres are one sum for all tokens.
+      ptx::mma_half(centres, column.z, column.z, column.w, column.w, tile.low, tile.high);
+      tile.low = ptx::mul_half2(tile.low, column.x);
+      tile.high = ptx::mul_half2(tile.high, column.y);
     }
-    if (KEY_OUTLIERS) outliers.put(a, first);
+    if (levels.SWAPS && may_swap(s)) swap_tile(tile, column);
 #pragma unroll
-    for (int s = first; s < first + GROUP && s < TILES; ++s) {
-      TileQuery tile(query, tables, s);
-      if (!KEYS_ARE_NUMBERS) {
-        // Half goes into the query; centres are one sum for all tokens.
-        const uint4 column = reinterpret_cast<const uint4*>(tables.columns())[4 * s + threadIdx.x % 4];
-        ptx::mma_half(centres, column.z, column.z, column.w, column.w, tile.low, tile.high);
-        tile.low = ptx::mul_half2(tile.low, column.x);
-        tile.high = ptx::mul_half2(tile.high, column.y);
-        if (levels.SWAPS) swap_columns(tile.low, tile.high);
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sums.add(a[s - first][j], tile, tables, j, s);
-      sums.end_tile(s, 0, 4);
+    for (int j = 0; j < 4; ++j) {
+      u32 a[4];
+      levels.tile(a, tile_word(codes, j), s, may_swap(s));
+      if (KEYS_ARE_NUMBERS) make_numbers(a, column.x, column.y, column.z, column.w);
+      sums.add(a, tile, tables, j, s);
     }
+    sums.end_tile(s, 0, 4);
   }
 #pragma unroll
   for (int j = 0; j < 4; ++j)
 #pragma unroll
     for (int h = 0; h < 2; ++h) shift[j][h] = centres[h];
 }
+
+#if K_SLOTS > 0
+// The same where some are kept exact: numbers are made first, and exact ones put between them.
+//
+// Sixteen tokens after sixteen, in a loop: code that a warp passes once, for its only page, is waited for, and so much
+// of it straight on would take more registers than there are.
+KVRT_INLINE void scores_with_outliers(float (&scores)[4][4], const u8* run, const Query& query, const Tables& tables) {
+  constexpr int GROUP = KeyOutliers::GROUP;
+  const Levels<K_BITS> levels(tables, false);
+  const KeyOutliers outliers(run, tables.room(), levels.SWAPS);
+  u32 low[TILES], high[TILES], low_slope[TILES], high_slope[TILES];
+  uint4 columns[TILES];
+#pragma unroll
+  for (int s = 0; s < TILES; ++s) {
+    TileQuery tile(query, tables, s);
+    columns[s] = tables.column(s);
+    if (levels.SWAPS && may_swap(s)) swap_tile(tile, columns[s]);
+    low[s] = tile.low;
+    high[s] = tile.high;
+    low_slope[s] = tile.low_slope;
+    high_slope[s] = tile.high_slope;
+  }
+  float place = place_in_block(0, 0);
+#pragma unroll 2
+  for (int j = 0; j < 4; ++j) {
+    float sums[2][4] = {}, slopes[4] = {};
+    u32 words[TILES];
+    tile_words<K_BITS>(words, run + K_CODES_OFFSET, j);
+#pragma unroll
+    for (int first = 0; first < TILES; first += GROUP) {
+      const int count = TILES - first < GROUP ? TILES - first : GROUP;
+      u32 a[GROUP][4];  // no load goes ahead of what is written
+#pragma unroll
+      for (int i = 0; i < count; ++i) {
+        const int s = tile_at(first + i);
+        levels.tile(a[i], words[s], s, may_swap(s));
+        make_numbers(a[i], columns[s].x, columns[s].y, columns[s].z, columns[s].w);
+      }
+#pragma unroll
+      for (int i = 0; i < count; ++i) write_tile(outliers.room + i * TILE_BYTES, a[i]);
+      outliers.put(j * TILES + first, count);
+#pragma unroll
+      for (int i = 0; i < count; ++i) {
+        const int s = tile_at(first + i);
+        u32(&x)[4] = a[i];
+        read_tile(x, outliers.room + i * TILE_BYTES);
+        if (!may_swap(s)) turn_tile(x, tables.turn(j, s));
+        ptx::mma_half(sums[i % 2], x[0], x[1], x[2], x[3], low[s], high[s]);
+        if (s >= TURNED_TILES) ptx::mma_half(slopes, x[0], x[1], x[2], x[3], low_slope[s], high_slope[s]);
+      }
+    }
+    // Scores move on, so that their registers are known when compiling.
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      scores[0][i] = scores[1][i];
+      scores[1][i] = scores[2][i];
+      scores[2][i] = scores[3][i];
+      scores[3][i] = sums[0][i] + sums[1][i];
+      if (HAS_SLOW) scores[3][i] += slopes[i] * (i < 2 ? place : place + 8 / 32.0f);
+    }
+    place += 16 / 32.0f;
+  }
+}
+#endif
 #endif

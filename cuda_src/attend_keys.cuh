@@ -171,28 +171,30 @@ KVRT_INLINE void scores_of_floats(float (&scores)[4][4], const u8* run, const Qu
 }
 #endif
 
-// Scores of a page, once `affine` is applied; `state` is what the codec measured (fp8: a scale for each head).
+// Scores of a page, once `affine` is applied; `scale` is that of the head (fp8).
 KVRT_INLINE void page_scores(float (&scores)[4][4], Affine<4>& affine, const u8* run, const Query& query,
-                             const Tables& tables, const float* state, int head) {
+                             const Tables& tables, float scale) {
 #if K_CODEC == 4 || (K_CODEC != 0 && FORM == VIEW_PRE)
 #pragma unroll
   for (int j = 0; j < 4; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i) scores[j][i] = 0;
-#if K_CODEC == 4
+#if K_CODEC == 4 && K_SLOTS > 0
+  scores_with_outliers(scores, run, query, tables);
+#elif K_CODEC == 4
   level_scores(scores, affine.shift, run, query, tables);
 #else
   half_scores(scores, run, query, tables);
 #endif
 #if K_CODEC == 3
-  const float factor = __ldg(state + head) * K_LESS;
+  const float factor = scale * K_LESS;
 #pragma unroll
   for (int j = 0; j < 4; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i) scores[j][i] *= factor;
 #endif
 #elif K_CODEC == 3
-  scores_of_floats(scores, run, query, __ldg(state + head));
+  scores_of_floats(scores, run, query, scale);
 #elif K_CODEC != 0 && K_BY_ROWS
   scores_by_channel(scores, affine, run, query);
 #elif K_CODEC != 0

@@ -15,6 +15,40 @@ struct Entries {
   }
 };
 
+// The codes of tile (s, j) in one word. Two and four bits: as in memory. Three bits: a byte of each half of registers 0
+// and 2, then of 1 and 3, with other bits above them.
+template <int BITS>
+KVRT_INLINE u32 tile_word(const Codes<BITS>& codes, int j) {
+  if constexpr (BITS == 3) {
+    const u32(&w)[3] = codes.words;
+    if (j < 3) return ptx::prmt(w[j], w[j] >> 9, 0x6420);
+    constexpr u32 FIELDS = 0x01C001C0u;
+    const u32 last = ptx::pick(0x06000600u, ptx::pick(0x02000200u, w[0] >> 6, w[1] >> 5), w[2] >> 4);
+    return ptx::prmt(ptx::pick(FIELDS, w[0], w[2] << 3) >> 6, ptx::pick(FIELDS, w[1], last) >> 6, 0x6420);
+  } else {
+    return word_of(codes.first, j);
+  }
+}
+
+// The words of the tiles (s, j) of all s, where j is known only when running.
+template <int BITS>
+KVRT_INLINE void tile_words(u32 (&words)[TILES], const u8* codes, int j) {
+  if (BITS == 3 && j == 3) {
+#pragma unroll
+    for (int s = 0; s < TILES; ++s) {
+      Codes<BITS> all;
+      all.load(codes, s);
+      words[s] = tile_word(all, 3);
+    }
+    return;
+  }
+#pragma unroll
+  for (int s = 0; s < TILES; ++s) words[s] = Codes<BITS>::word(codes, s, j);
+  if (BITS == 3)
+#pragma unroll
+    for (int s = 0; s < TILES; ++s) words[s] = ptx::prmt(words[s], words[s] >> 9, 0x6420);
+}
+
 // The columns 2 c + 1 and 2 c + 8 of an operand B change places.
 KVRT_INLINE void swap_columns(u32& low, u32& high) {
   const u32 first = ptx::prmt(low, high, 0x5410);
@@ -35,36 +69,25 @@ struct LookedUp {
     mine = (BITS == 2 ? lane % 16 * 8 : lane * 4) + (is_value ? 128 : 0);
   }
 
-  // The four registers of tile (s, j); with swapped columns, if that is ALLOWED and cheaper.
-  template <bool ALLOWED>
-  KVRT_INLINE void tile(u32 (&a)[4], const Codes<BITS>& codes, int j, int s) const {
+  // The four registers of a tile s from its `tile_word`; where tiles are cheaper so, with swapped columns if wanted.
+  KVRT_INLINE void tile(u32 (&a)[4], u32 word, int s, bool swapped) const {
     if constexpr (BITS == 4) {
-      const Entries all(word_of(codes.first, j));
+      const Entries all(word);
       a[0] = level(all.even, 0);
       a[1] = level(all.odd, 2);
       a[2] = level(all.even, 1);
       a[3] = level(all.odd, 3);
     } else if constexpr (BITS == 3) {
-      // A byte of each half of registers 0 and 2, then of 1 and 3.
-      u32 bytes;
-      if (j < 3) {
-        bytes = ptx::prmt(codes.words[j], codes.words[j] >> 9, 0x6420);
-      } else {
-        constexpr u32 FIELDS = 0x01C001C0u;
-        const u32(&w)[3] = codes.words;
-        const u32 last = ptx::pick(0x06000600u, ptx::pick(0x02000200u, w[0] >> 6, w[1] >> 5), w[2] >> 4);
-        bytes = ptx::prmt(ptx::pick(FIELDS, w[0], w[2] << 3) >> 6, ptx::pick(FIELDS, w[1], last) >> 6, 0x6420);
-      }
-      if (ALLOWED) {
-        bytes &= 0x3F3F3F3Fu;
+      if (swapped) {
+        const u32 bytes = word & 0x3F3F3F3Fu;
         a[0] = level(bytes, 0);
         a[2] = level(bytes, 1);
         a[1] = level(bytes, 2);
         a[3] = level(bytes, 3);
       } else {
         // Left shifts are products: in another pipe than prmt's.
-        const u32 left = (bytes << 8 & 0x07000700u) | (bytes << 3 & 0x38003800u);
-        const u32 right = (bytes << 5 & 0x07000700u) | (bytes & 0x38003800u);
+        const u32 left = (word << 8 & 0x07000700u) | (word << 3 & 0x38003800u);
+        const u32 right = (word << 5 & 0x07000700u) | (word & 0x38003800u);
         a[0] = level(left, 1);
         a[1] = level(left, 3);
         a[2] = level(right, 1);
@@ -72,7 +95,7 @@ struct LookedUp {
       }
     } else {
       const u32 one = s & 1;
-      const Entries all(word_of(codes.first, j));
+      const Entries all(word);
       const uint2 first = *reinterpret_cast<const uint2*>(entry(all.even, one));
       const uint2 second = *reinterpret_cast<const uint2*>(entry(all.odd, 2 + one));
       a[0] = first.x;
@@ -100,31 +123,22 @@ struct Permuted {
     high = *reinterpret_cast<const uint4*>(bytes + 16);
   }
 
-  // The four registers of tile (s, j).
-  template <bool>
-  KVRT_INLINE void tile(u32 (&a)[4], const Codes<BITS>& codes, int j, int s) const {
+  // The four registers of a tile s from its `tile_word`.
+  KVRT_INLINE void tile(u32 (&a)[4], u32 word, int s, bool) const {
     if constexpr (BITS == 4) {
-      const u32 word = word_of(codes.first, j);
       // Four nibbles of either half are the registers' codes; a byte's sign is a code's highest bit.
       const u32 nibbles = word & 0x77777777u, even = word << 4;
       find(a[0], a[1], ptx::prmt(nibbles, 0, 0x20), ptx::prmt(even, word, 0xEAC8));
       find(a[2], a[3], ptx::prmt(nibbles, 0, 0x31), ptx::prmt(even, word, 0xFBD9));
     } else if constexpr (BITS == 3) {
       // Two registers become the nibbles of a byte of either half.
-      if (j < 3) {
-        const u32 word = codes.words[j], bytes = ptx::prmt(word, word >> 9, 0x6420);
-        const u32 nibbles = (bytes & 0x07070707u) + (bytes & 0x38383838u) * 2;
-        find(a[0], a[2], nibbles, 0);
-        find(a[1], a[3], nibbles >> 16, 0);
-      } else {
-        codes.tile(a, j, s);  // fields begin at bit 6
-        find(a[0], a[2], ptx::prmt(a[0] * 4 + a[2] * 64, 0, 0x31), 0);
-        find(a[1], a[3], ptx::prmt(a[1] * 4 + a[3] * 64, 0, 0x31), 0);
-      }
+      const u32 nibbles = (word & 0x07070707u) + (word & 0x38383838u) * 2;
+      find(a[0], a[2], nibbles, 0);
+      find(a[1], a[3], nibbles >> 16, 0);
     } else {
       // Both halves of tile s - s % 2, then those of the next. A level's bytes come together: the selectors are the
       // code in the low table and the code in the high one. A product shifts, and in another pipe than prmt's.
-      const u32 bytes = ptx::prmt(word_of(codes.first, j), 0, 0x3120);
+      const u32 bytes = ptx::prmt(word, 0, 0x3120);
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const u32 field = bytes & 0x03030303u << 2 * r;
@@ -155,3 +169,9 @@ using Levels = LookedUp<BITS>;
 template <int BITS>
 using Levels = Permuted<BITS>;
 #endif
+
+// Levels of a tile become numbers: halves and centres of the columns 0 ... 7 and 8 ... 15.
+KVRT_INLINE void make_numbers(u32 (&a)[4], u32 half, u32 high_half, u32 centre, u32 high_centre) {
+#pragma unroll
+  for (int r = 0; r < 4; ++r) a[r] = ptx::fma_half2(a[r], r < 2 ? half : high_half, r < 2 ? centre : high_centre);
+}

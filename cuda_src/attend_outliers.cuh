@@ -5,7 +5,9 @@
 #pragma once
 #include "attend_levels.cuh"
 
-// The registers of a tile, in shared memory: 512 bytes.
+// The registers of a tile, in shared memory.
+static constexpr int TILE_BYTES = WARP * 16;
+
 KVRT_INLINE void write_tile(u8* tile, const u32 (&a)[4]) {
   reinterpret_cast<uint4*>(tile)[threadIdx.x % WARP] = {a[0], a[1], a[2], a[3]};
 }
@@ -15,108 +17,95 @@ KVRT_INLINE void read_tile(u32 (&a)[4], const u8* tile) {
   for (int r = 0; r < 4; ++r) a[r] = word_of(x, r);
 }
 
-#if K_CODEC == 4
-// A lane's outliers of the keys of a page. Tiles are [s][j].
+#if K_CODEC == 4 && K_SLOTS > 0
+// A lane's outliers of the keys of a page. Tiles are counted 16 tokens by 16 tokens, in the order of `tile_at`.
 struct KeyOutliers {
-  // Tiles of channels that there is room for.
-  static constexpr int GROUP = KEY_OUTLIERS && WARP_BYTES >= 2 * KEY_ROOM ? 2 : 1;
-  static constexpr int COUNT = K_SLOTS > 0 ? (K_SLOTS + WARP - 1) / WARP : 1;
+  static constexpr int GROUP = WARP_BYTES / TILE_BYTES;  // tiles that there is room for
+  static constexpr int COUNT = (K_SLOTS + WARP - 1) / WARP;
   // If a number is this large at most, those that it becomes when it is rotated, by an amplitude up to 1.4, are halves.
   static constexpr u32 MOST = FORM == VIEW_PRE ? 0x7800 : 0x7BFF;
   u8* room;
   u16 values[COUNT];
   u32 places[COUNT];
 
-  KVRT_INLINE KeyOutliers(const u8* run, u8* room) : room(room) {
+  // `swaps`: whether tiles that are not turned have swapped columns.
+  KVRT_INLINE KeyOutliers(const u8* run, u8* room, bool swaps) : room(room) {
     const u32* slots = reinterpret_cast<const u32*>(run + K_META_OFFSET);
 #pragma unroll
     for (int n = 0; n < COUNT; ++n) {
       const int i = n * WARP + threadIdx.x % WARP;
       const u32 slot = i < K_SLOTS ? slots[i] : ~0u;
       const u32 index = slot >> 16, t = index / HEAD_DIM, c = index % HEAD_DIM;
-      const u32 above = c >= HALF, pair = above ? c - HALF : c, lane = t % 8 * 4 + pair % 8 / 2;
+      const u32 above = c >= HALF, s = c / 8 - above * TILES;
+      const bool slow = s >= TURNED_TILES, swapped = swaps && (slow || FORM != VIEW_PRE);
+      const u32 tile = t / 16 * TILES + (slow ? s - TURNED_TILES : s + TILES - TURNED_TILES);
+      const u32 column = c % 8 / 2 * 16 + (swapped ? c % 2 * 8 + above * 2 : above * 8 + c % 2 * 2);
       values[n] = u16(min(slot & 0x7FFFu, MOST) | (slot & 0x8000u));
-      places[n] = pair / 8 * KEY_ROOM + t / 16 * 512 + lane * 16 + above * 8 + t / 8 % 2 * 4 + pair % 2 * 2;
-      if (index >= 64 * HEAD_DIM) places[n] = ~0u;
+      places[n] = tile * TILE_BYTES + t % 8 * 64 + t / 8 % 2 * 4 + column;  // an unused slot is beyond all tiles
     }
   }
 
-  // Put them into GROUP tiles of channels from s on.
-  KVRT_INLINE void put(u32 (&a)[GROUP][4][4], int s) const {
-#pragma unroll
-    for (int i = 0; i < 4 * GROUP && s + i / 4 < TILES; ++i) write_tile(room + i * 512, a[i / 4][i % 4]);
+  // Put them into `count` tiles that are in the room, from the page's tile `first` on.
+  KVRT_INLINE void put(int first, int count) const {
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < COUNT; ++n) {
-      const u32 place = places[n] - s * KEY_ROOM;
-      if (place < GROUP * KEY_ROOM) *reinterpret_cast<u16*>(room + place) = values[n];
+      const u32 place = places[n] - first * TILE_BYTES;
+      if (place < u32(count) * TILE_BYTES) *reinterpret_cast<u16*>(room + place) = values[n];
     }
     __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 4 * GROUP && s + i / 4 < TILES; ++i) read_tile(a[i / 4][i % 4], room + i * 512);
   }
 };
 #endif
 
-#if V_CODEC == 4
-// Outliers of the values of a page. A lane has those of one token of 32, of all heads. Tiles are [s][j], j = 0, 1.
+#if V_CODEC == 4 && V_SLOTS > 0
+// Outliers of the values of 16 tokens of a page, of all heads: a lane has half of those of a token.
 struct ValueOutliers {
-  static constexpr int GROUP = 4;                          // tiles of channels that there is room for
-  static constexpr int HELD = V_SLOTS <= 6 ? V_SLOTS : 0;  // pairs of slots that stay in registers
+  static constexpr int GROUP = VALUE_ROOM / TILE_BYTES;  // tiles of channels that there is room for
+  static constexpr int HELD = V_SLOTS <= 6 ? V_SLOTS : 0;  // slots that stay in registers
   u8* room;
-  const uint2 *all, *slots;  // of the lane's token of the first 32; of the one that was taken up
-  uint2 held[HELD > 0 ? HELD : 1], places[HELD > 0 ? HELD : 1];
+  const u32 *all, *slots;  // of the lane's token of the first 16; of the one that was taken up
+  u32 held[HELD > 0 ? HELD : 1], places[HELD > 0 ? HELD : 1];
   u32 first, mine;  // the head's first channel, and where the lane's token is in the room
 
-  KVRT_INLINE ValueOutliers(const u8* run, u8* room, int head) : room(room), first(head * HEAD_DIM * CHANNEL) {
-    const int t = threadIdx.x % WARP;
-    all = slots = reinterpret_cast<const uint2*>(run + RUN_BYTES + 64 * 4) + t * V_SLOTS;
-    mine = t / 16 * 512 + t % 8 / 2 * 16 + t / 8 % 2 * 8 + t % 2 * 2;
+  KVRT_INLINE ValueOutliers(const u8* run, u8* room, int head, bool swaps)
+      : room(room), first(head * HEAD_DIM * CHANNEL) {
+    const int lane = threadIdx.x % WARP, t = lane % 16, above = t / 8, one = t % 2;
+    all = slots = reinterpret_cast<const u32*>(run + RUN_BYTES + 64 * 4) + (2 * t + lane / 16) * V_SLOTS;
+    mine = t % 8 / 2 * 16 + (swaps ? one * 8 + above * 2 : above * 8 + one * 2) - head * TILES * TILE_BYTES;
   }
 
-  // Take up the tokens 32 part ... 32 part + 31.
-  KVRT_INLINE void take(int part) {
-    slots = all + part * WARP * V_SLOTS;
+  // Take up those of the tokens 16 j ... 16 j + 15.
+  KVRT_INLINE void take(int j) {
+    slots = all + j * 16 * 2 * V_SLOTS;
 #pragma unroll
     for (int n = 0; n < HELD; ++n) {
-      held[n] = pair(n);
-      places[n] = {place_of(held[n].x), place_of(held[n].y)};
+      held[n] = slots[n];
+      places[n] = place_of(held[n]);
     }
   }
 
-  // Put them into GROUP tiles of channels from s on.
-  KVRT_INLINE void put(u32 (&a)[GROUP][2][4], int s) const {
-#pragma unroll
-    for (int i = 0; i < 2 * GROUP && s + i / 2 < TILES; ++i) write_tile(room + i * 512, a[i / 2][i % 2]);
+  // Put them into `count` tiles of channels that are in the room, from s on.
+  KVRT_INLINE void put(int s, int count) const {
     __syncwarp();
 #pragma unroll
-    for (int n = 0; n < HELD; ++n) {
-      put_one(held[n].x, places[n].x, s);
-      put_one(held[n].y, places[n].y, s);
-    }
+    for (int n = 0; n < HELD; ++n) put_one(held[n], places[n], s, count);
 #pragma unroll 4
-    for (int n = HELD; n < V_SLOTS; ++n) {
-      const uint2 two = pair(n);
-      put_one(two.x, place_of(two.x), s);
-      put_one(two.y, place_of(two.y), s);
-    }
+    for (int n = HELD; n < V_SLOTS; ++n) put_one(slots[n], place_of(slots[n]), s, count);
     __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 2 * GROUP && s + i / 2 < TILES; ++i) read_tile(a[i / 2][i % 2], room + i * 512);
   }
 
  private:
   static constexpr u32 CHANNEL = 1 << 16;  // in a slot, whose low half is the number
 
-  // Two slots, their channels counted from the head's first.
-  KVRT_INLINE uint2 pair(int n) const { return {slots[n].x - first, slots[n].y - first}; }
+  // Of a slot: 16 channels are a tile, the eighth is one register further.
+  KVRT_INLINE u32 place_of(u32 slot) const {
+    return mine + ((slot >> 11 & 0xFFFFFE00u) | (slot >> 10 & 0x1C0) | (slot >> 17 & 4));
+  }
 
-  // Of a slot whose channels are the head's: 16 channels are 1024 bytes, the eighth is one register further.
-  KVRT_INLINE u32 place_of(u32 slot) const { return mine + (slot >> 10 & 0xFFFFFDC0u) + (slot >> 17 & 4); }
-
-  KVRT_INLINE void put_one(u32 slot, u32 place, int s) const {
-    const u32 width = 16 * (TILES - s < GROUP ? TILES - s : GROUP);
-    if (slot - 16 * s * CHANNEL < width * CHANNEL) *reinterpret_cast<u16*>(room + place - 1024 * s) = u16(slot);
+  KVRT_INLINE void put_one(u32 slot, u32 place, int s, int count) const {
+    if (slot - first - 16 * s * CHANNEL < 16 * count * CHANNEL)
+      *reinterpret_cast<u16*>(room + place - s * TILE_BYTES) = u16(slot);
   }
 };
 #endif

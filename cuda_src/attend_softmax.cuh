@@ -162,7 +162,7 @@ KVRT_INLINE void write_state(float* place, Softmax& state, int heads) {
     }
   }
 #endif
-#if V_CODEC == 4
+#if V_CODEC == 4 && V_SLOTS == 0
 #pragma unroll
   for (int s = 0; s < TILES; ++s)
 #pragma unroll

@@ -37,8 +37,8 @@ static constexpr int V_SHARED_BYTES = 0;
 // Whether keys must become numbers, or levels are enough, where half goes into the query and centre into a sum.
 static constexpr bool KEYS_ARE_NUMBERS = FORM == VIEW_PRE || KEY_OUTLIERS;
 
-// Where outliers are put into tiles: of keys, 64 tokens of 16 channels, of values, 32 tokens of 64 channels. Values go
-// where a page's keys were, if there is room.
+// Where outliers are put into tiles, of 16 tokens and 16 channels each: four of keys, eight of values at a time (and of
+// keys where values need that room, too). Values go where a page's keys were, if there is room.
 static constexpr int KEY_ROOM = 2048, VALUE_ROOM = 4096;
 static constexpr bool VALUES_IN_PLACE_OF_KEYS = VALUE_OUTLIERS && V_CODES_OFFSET >= VALUE_ROOM;
 
@@ -86,6 +86,7 @@ struct Tables {
   KVRT_INLINE float* bias() const { return reinterpret_cast<float*>(place + BIAS_AT); }
   // Half and centre of each channel of keys: uint4 [s][lane % 4] of half (low, high channels), centre (low, high).
   KVRT_INLINE u32* columns() const { return reinterpret_cast<u32*>(place + K_COLUMNS_AT); }
+  KVRT_INLINE uint4 column(int s) const { return reinterpret_cast<const uint4*>(columns())[4 * s + threadIdx.x % 4]; }
   // Levels: 16 low bytes, 16 high bytes.
   KVRT_INLINE u8* levels(bool is_value) const { return place + (is_value ? V_LEVELS_AT : K_LEVELS_AT); }
   // (LOOKUP_ROWS, LOOKUP_ROW) bytes: levels of two or four codes, see attend_fitted.cuh.
@@ -97,55 +98,134 @@ struct Tables {
   KVRT_INLINE int at(int j, int s) const { return (j * TURN_TILES + s) * WARP + int(threadIdx.x % WARP); }
 };
 
-KVRT_INLINE void fill_turns(const Tables& tables, const float* turns) {
-  constexpr int ROW = TURN_TILES > 0 ? TURN_TILES : 1;
-  constexpr int COUNT = 4 * TURN_TILES * WARP, EACH = (COUNT + WARPS * WARP - 1) / (WARPS * WARP);
-#pragma unroll  // loads do not wait for each other
-  for (int n = 0; n < EACH; ++n) {
-    const int i = threadIdx.x + n * WARPS * WARP, lane = i % WARP, tile = i / WARP;
-    if (COUNT % (WARPS * WARP) != 0 && i >= COUNT) break;
-    const int token = 16 * (tile / ROW) + lane / 4, c = 8 * (tile % ROW) + 2 * (lane % 4);
-    u32 parts[4], rests[4];
+// What a layer's settings say about tables: addresses in global memory. All are read at once and before anything is
+// waited for, because memory that nobody has read yet takes half a microsecond.
+struct Sources {
+  const float *turns = nullptr, *bias = nullptr;
+  const float *keys = nullptr, *values = nullptr;              // what was fitted
+  const float *key_scales = nullptr, *value_scales = nullptr;  // fp8: of each head
+  i64 heads = 0;
+
+  KVRT_INLINE explicit Sources(const i64* layer) {
+    if (HAS_TURNS || HAS_SLOW) turns = address(layer + VIEW_TURNS);
+    if (K_BIAS) bias = address(layer + VIEW_KEY_BIAS);
+    if (K_CODEC == 4) keys = address(layer + VIEW_KEY_SIDE + VIEW_TABLE);
+    if (K_CODEC == 4) heads = ptx::load_early(layer + VIEW_HEADS);
+    if (V_CODEC == 4) values = address(layer + VIEW_VALUE_SIDE + VIEW_TABLE);
+    if (K_CODEC == 3) key_scales = address(layer + VIEW_KEY_SIDE + VIEW_STATE);
+    if (V_CODEC == 3) value_scales = address(layer + VIEW_VALUE_SIDE + VIEW_STATE);
+  }
+
+ private:
+  static KVRT_INLINE const float* address(const i64* place) {
+    return reinterpret_cast<const float*>(ptx::load_early(place));
+  }
+};
+
+// What tiles are turned with: a thread makes every WARPS * WARP-th entry of the table. The first are asked for before
+// anything is waited for.
+struct QuickTurns {
+  static constexpr int ROW = TURN_TILES > 0 ? TURN_TILES : 1;
+  static constexpr int COUNT = HAS_TURNS ? 4 * TURN_TILES * WARP : 0;
+  static constexpr int EACH = (COUNT + WARPS * WARP - 1) / (WARPS * WARP);
+  static constexpr int AT_ONCE = EACH < 4 ? EACH : 4;  // more would take registers
+  float2 parts[AT_ONCE > 0 ? AT_ONCE : 1][4];
+
+  KVRT_INLINE explicit QuickTurns(const float* turns) { load(turns, 0); }
+
+  KVRT_INLINE void write(const Tables& tables, const float* turns) {
 #pragma unroll
-    for (int r = 0; r < 4; ++r) {
-      const int from = (token + 8 * (r & 1)) * HEAD_DIM + (r >> 1) * HALF + c;
-      const float2 x = __ldg(reinterpret_cast<const float2*>(turns + from));
-      parts[r] = ptx::pack_half(x.x, x.y);
-      const float2 kept = ptx::unpack_half(parts[r]);
-      rests[r] = ptx::pack_half(x.x - kept.x, x.y - kept.y);
+    for (int first = 0; first < EACH; first += AT_ONCE) {
+      if (first > 0) load(turns, first);
+      store(tables, first);
     }
-    reinterpret_cast<uint4*>(tables.place)[i] = {parts[0], parts[1], parts[2], parts[3]};
-    if (K_BIAS) reinterpret_cast<uint4*>(tables.place + REST_AT)[i] = {rests[0], rests[1], rests[2], rests[3]};
   }
-}
 
-KVRT_INLINE void fill_slow(const Tables& tables, const float* turns) {
+ private:
+  static KVRT_INLINE int place(int n) { return threadIdx.x + n * WARPS * WARP; }
+
+  KVRT_INLINE void load(const float* turns, int first) {
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; ++n) {
+      const int i = place(first + n), tile = i / WARP, lane = i % WARP;
+      if (i >= COUNT) break;
+      const int token = 16 * (tile / ROW) + lane / 4, c = 8 * (tile % ROW) + 2 * (lane % 4);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const float* from = turns + (token + 8 * (r & 1)) * HEAD_DIM + (r >> 1) * HALF + c;
+        parts[n][r] = __ldg(reinterpret_cast<const float2*>(from));
+      }
+    }
+  }
+
+  KVRT_INLINE void store(const Tables& tables, int first) const {
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; ++n) {
+      const int i = place(first + n);
+      if (i >= COUNT) break;
+      u32 kept[4], rests[4];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const float2& x = parts[n][r];
+        kept[r] = ptx::pack_half(x.x, x.y);
+        const float2 rounded = ptx::unpack_half(kept[r]);
+        rests[r] = ptx::pack_half(x.x - rounded.x, x.y - rounded.y);
+      }
+      reinterpret_cast<uint4*>(tables.place)[i] = {kept[0], kept[1], kept[2], kept[3]};
+      if (K_BIAS) reinterpret_cast<uint4*>(tables.place + REST_AT)[i] = {rests[0], rests[1], rests[2], rests[3]};
+    }
+  }
+};
+
+// What slow tiles are turned with; a thread makes that of one or two channels.
+struct SlowTurns {
+  static constexpr int FIRST = 8 * TURNED_TILES, EACH = (HALF - FIRST + WARPS * WARP - 1) / (WARPS * WARP);
+  static constexpr int ROOM = EACH > 0 ? EACH : 1;
   // Lines are right 24 tokens from the middle: elsewhere they are too low by as much as there too high.
-  constexpr int MIDDLE = 32, NODE = 24;
-  for (int i = 8 * TURNED_TILES + threadIdx.x; i < HALF; i += WARPS * WARP) {
-    const float *middle = turns + MIDDLE * HEAD_DIM + i, *node = middle + NODE * HEAD_DIM;
-    const float c = __ldg(middle), s = __ldg(middle + HALF), node_c = __ldg(node), node_s = __ldg(node + HALF);
-    const float norm = 1 / (c * c + s * s);  // with the amplitude of RoPE
-    const float cosine = (node_c * c + node_s * s) * norm, sine = (node_s * c - node_c * s) * norm;
-    u16* to = reinterpret_cast<u16*>(tables.place + SLOW_AT) + i / 2 * 8 + i % 2;
-    to[0] = ptx::float_to_half(c * cosine);
-    to[2] = ptx::float_to_half(s * cosine);
-    to[4] = ptx::float_to_half(sine / cosine * (32.0f / NODE));
-    to[6] = to[4] ^ 0x8000u;
+  static constexpr int MIDDLE = 32, NODE = 24;
+  float2 middle[ROOM], node[ROOM];  // cosines and sines
+
+  KVRT_INLINE explicit SlowTurns(const float* turns) {
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) {
+      const int i = channel(n);
+      if (i >= HALF) break;
+      const float *first = turns + MIDDLE * HEAD_DIM + i, *second = first + NODE * HEAD_DIM;
+      middle[n] = {__ldg(first), __ldg(first + HALF)};
+      node[n] = {__ldg(second), __ldg(second + HALF)};
+    }
   }
+
+  KVRT_INLINE void write(const Tables& tables) const {
+#pragma unroll
+    for (int n = 0; n < EACH; ++n) {
+      const int i = channel(n);
+      if (i >= HALF) break;
+      const float2 x = middle[n], y = node[n];
+      // Reciprocals out of roots: divisions are long.
+      const float root = rsqrtf(x.x * x.x + x.y * x.y), norm = root * root;  // with the amplitude of RoPE
+      const float cosine = (y.x * x.x + y.y * x.y) * norm, sine = (y.y * x.x - y.x * x.y) * norm;
+      u16* to = reinterpret_cast<u16*>(tables.place + SLOW_AT) + i / 2 * 8 + i % 2;
+      to[0] = ptx::float_to_half(x.x * cosine);
+      to[2] = ptx::float_to_half(x.y * cosine);
+      to[4] = ptx::float_to_half(sine * rsqrtf(cosine * cosine) * (32.0f / NODE));  // the angle is small
+      to[6] = to[4] ^ 0x8000u;
+    }
+  }
+
+ private:
+  static KVRT_INLINE int channel(int n) { return FIRST + n * WARPS * WARP + threadIdx.x; }
+};
+
+// The bias that is left out of a head's keys.
+KVRT_INLINE void fill_left_out(const Tables& tables, const Sources& sources, int head) {
+  if (K_BIAS)
+    for (int i = threadIdx.x; i < HEAD_DIM; i += WARPS * WARP)
+      tables.left_out()[i] = sources.bias[head * HEAD_DIM + i];
 }
 
-// What does not depend on the query, by all threads of a CTA.
-KVRT_INLINE void fill_tables(const Tables& tables, const i64* layer, int head) {
-  if (HAS_SLOW) fill_slow(tables, reinterpret_cast<const float*>(layer[VIEW_TURNS]));
-  if (TURNS_BYTES > 0) fill_turns(tables, reinterpret_cast<const float*>(layer[VIEW_TURNS]));
-  if (K_BIAS) {
-    const float* bias = reinterpret_cast<const float*>(layer[VIEW_KEY_BIAS]) + head * HEAD_DIM;
-    for (int i = threadIdx.x; i < HEAD_DIM; i += WARPS * WARP) tables.left_out()[i] = bias[i];
-  }
-}
-
-// And what does, from queries (8, QUERY_PITCH) f32 in shared memory; threads wait for each other before and after.
+// What it adds to scores, from queries (8, QUERY_PITCH) f32 in shared memory; threads wait for each other before and
+// after.
 KVRT_INLINE void fill_bias(const Tables& tables, const float* queries) {
   if (!K_BIAS) return;
   const float* left_out = tables.left_out();

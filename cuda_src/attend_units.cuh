@@ -22,30 +22,51 @@ static constexpr bool BY_BLOCK = FORM != VIEW_POST;  // the query is another for
 static constexpr int ANGLE_BYTES = BY_BLOCK || K_BIAS ? HEAD_DIM * 4 : 0;  // those of the block, behind a unit's bytes
 static constexpr int STAGE_BYTES = UNIT_BYTES + ANGLE_BYTES;
 
+// What units are found with. It is read at once, before anything is waited for.
+struct Places {
+  i64 extent[6];  // `Extent.numbers` of kvrt/backends/view.py
+  i64 sink_rows, tail_rows, layer_offset, shared_offset = 0;
+
+  KVRT_INLINE Places(const i64* layer, const i64* lengths) {
+#pragma unroll
+    for (int i = 0; i < 6; ++i) extent[i] = ptx::load_early(lengths + i);
+    sink_rows = ptx::load_early(layer + VIEW_SINK_ROWS);
+    tail_rows = ptx::load_early(layer + VIEW_TAIL_ROWS);
+    layer_offset = ptx::load_early(layer + VIEW_LAYER_OFFSET);
+    if (V_SHARED_BYTES > 0)
+      shared_offset = ptx::load_early(layer + VIEW_SHARED_OFFSET) +
+                      ptx::load_early(layer + VIEW_VALUE_SIDE + VIEW_SHARED);
+  }
+};
+
+// About as many exact units take as long as a packed page.
+static constexpr int EXACT_A_PAGE = VALUE_OUTLIERS ? 5 : 2;
+
 // The units of one head, in order: pages, tail, sinks. `first` is the first position that may be seen; pages before it
 // do not count.
+//
+// Of `warps` warps, warp i takes the pages i, i + warps, ... Those that have one page less than others take the exact
+// units, if none gets more of them than fit into the time of a page; else these go on where pages end.
 struct Work {
   const i64* table;  // addresses of pages
   const u8* angles;  // of where blocks of 64 tokens begin, ANGLE_BYTES each
   int sinks, pages, tail_tokens, tail_slot, sink_rows, tail_rows, first;
   int position, block;  // of the first page: that of its first token, and that in the table of angles
   int page_units, tail_units, units;
+  int warps, exact_warps;  // among which pages, and exact units, are shared out
   i64 run, common;  // where the head's bytes, and those of all heads, are in a page
 
-  // lengths: `Extent.numbers` of kvrt/backends/view.py
-  KVRT_INLINE Work(const i64* layer, const i64* lengths, int head, int window) {
-    sinks = int(lengths[0]);
-    pages = int(lengths[1]);
-    tail_tokens = int(lengths[2]);
-    tail_slot = int(lengths[3]);
-    table = reinterpret_cast<const i64*>(lengths[4]);
-    angles = reinterpret_cast<const u8*>(lengths[5]);
-    sink_rows = int(layer[VIEW_SINK_ROWS]);
-    tail_rows = int(layer[VIEW_TAIL_ROWS]);
-    run = layer[VIEW_LAYER_OFFSET] + i64(head) * RUN_BYTES;
-    common = V_SHARED_BYTES > 0
-                 ? layer[VIEW_LAYER_OFFSET] + layer[VIEW_SHARED_OFFSET] + layer[VIEW_VALUE_SIDE + VIEW_SHARED]
-                 : 0;
+  KVRT_INLINE Work(const Places& places, int head, int window, int warps) : warps(warps) {
+    sinks = int(places.extent[0]);
+    pages = int(places.extent[1]);
+    tail_tokens = int(places.extent[2]);
+    tail_slot = int(places.extent[3]);
+    table = reinterpret_cast<const i64*>(places.extent[4]);
+    angles = reinterpret_cast<const u8*>(places.extent[5]);
+    sink_rows = int(places.sink_rows);
+    tail_rows = int(places.tail_rows);
+    run = places.layer_offset + i64(head) * RUN_BYTES;
+    common = places.layer_offset + places.shared_offset;
     const int tokens = sinks + pages * PAGE_TOKENS + tail_tokens;
     first = window > 0 && tokens > window ? tokens - window : 0;
     const int skipped = first > sink_rows ? min((first - sink_rows) / PAGE_TOKENS, pages) : 0;
@@ -56,6 +77,14 @@ struct Work {
     page_units = pages * (DENSE ? PAGE_TOKENS / EXACT_TOKENS : 1);
     tail_units = (tail_tokens + EXACT_TOKENS - 1) / EXACT_TOKENS;
     units = page_units + tail_units + (sinks + EXACT_TOKENS - 1) / EXACT_TOKENS;
+    const int idle = warps - page_units % warps;
+    exact_warps = DENSE || units - page_units > idle * EXACT_A_PAGE ? warps : idle;
+  }
+  // The unit that a warp takes after another.
+  KVRT_INLINE int next(int index) const {
+    if (!packed(index)) return index + (DENSE ? warps : exact_warps);
+    const int after = index + warps;
+    return packed(after) || after - page_units < exact_warps ? after : units;
   }
   // The address of a unit's page, 0 where it is in none.
   KVRT_INLINE i64 page(int index) const {
@@ -155,8 +184,8 @@ struct Ring {
       return;
     }
 #endif
-    // With two ways of copying, those of later units are not counted.
-    ptx::wait_copies<BULK ? 0 : STAGES - 1>();
+    // What is asked for after an exact unit comes in the same way.
+    ptx::wait_copies<STAGES - 1>();
     __syncwarp();
   }
 

@@ -199,66 +199,72 @@ KVRT_INLINE void add_level_values(float (&sums)[TILES][4], float (&minima)[2][4]
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       u32 a[4];
-      levels.template tile<true>(a, codes, j, s);
+      levels.tile(a, tile_word(codes, j), s, true);
       ptx::mma_half(sums[s], a[0], a[1], a[2], a[3], low[j], high[j]);
     }
   }
 }
 
-// The same where some are kept exact: numbers are made first, and exact ones put between them.
+#if V_SLOTS > 0
+// The same where some are kept exact: numbers are made first, and exact ones put between them, 16 tokens after 16.
 KVRT_INLINE void add_values_with_outliers(float (&sums)[TILES][4], u8* run, const Weights& weights,
                                           const Tables& tables, int head) {
   constexpr int GROUP = ValueOutliers::GROUP;
   const Levels<V_BITS> levels(tables, true);
   const uint2* planes = reinterpret_cast<const uint2*>(run + RUN_BYTES) + threadIdx.x % 4;
-  ValueOutliers outliers(run, VALUES_IN_PLACE_OF_KEYS ? run : tables.room(), head);
-  Codes<V_BITS> codes;
+  ValueOutliers outliers(run, VALUES_IN_PLACE_OF_KEYS ? run : tables.room(), head, levels.SWAPS);
+  Weights rest = weights;
   __syncwarp();  // keys are no longer read
+#pragma unroll 2
+  for (int j = 0; j < 4; ++j) {
+    uint2 centre = planes[4 * j], half = planes[16 + 4 * j], weight = {rest.low[0], rest.high[0]};
+    if (levels.SWAPS) {
+      swap_columns(centre.x, centre.y);
+      swap_columns(half.x, half.y);
+      swap_columns(weight.x, weight.y);
+    }
+    outliers.take(j);
+    u32 words[TILES];
+    tile_words<V_BITS>(words, run + V_CODES_OFFSET, j);
 #pragma unroll
-  for (int part = 0; part < 2; ++part) {
-    const int first = 2 * part;  // of two tiles of tokens
-    const uint2 centres[2] = {planes[4 * first], planes[4 * first + 4]};
-    const uint2 halves[2] = {planes[16 + 4 * first], planes[16 + 4 * first + 4]};
-    outliers.take(part);
+    for (int first = 0; first < TILES; first += GROUP) {
+      const int count = TILES - first < GROUP ? TILES - first : GROUP;
+      u32 a[GROUP][4];  // no load goes ahead of what is written
 #pragma unroll
-    for (int group = 0; group < TILES; group += GROUP) {
-      u32 a[GROUP][2][4];
-#pragma unroll
-      for (int s = group; s < group + GROUP && s < TILES; ++s) {
-        codes.load(run + V_CODES_OFFSET, s);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          u32(&x)[4] = a[s - group][j];
-          levels.template tile<false>(x, codes, first + j, s);
-#pragma unroll
-          for (int r = 0; r < 4; ++r)
-            x[r] = ptx::fma_half2(x[r], r < 2 ? halves[j].x : halves[j].y, r < 2 ? centres[j].x : centres[j].y);
-        }
+      for (int i = 0; i < count; ++i) {
+        levels.tile(a[i], words[first + i], first + i, true);
+        make_numbers(a[i], half.x, half.y, centre.x, centre.y);
       }
-      outliers.put(a, group);
 #pragma unroll
-      for (int s = group; s < group + GROUP && s < TILES; ++s)
+      for (int i = 0; i < count; ++i) write_tile(outliers.room + i * TILE_BYTES, a[i]);
+      outliers.put(first, count);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const u32(&x)[4] = a[s - group][j];
-          ptx::mma_half(sums[s], x[0], x[1], x[2], x[3], weights.low[first + j], weights.high[first + j]);
-        }
+      for (int i = 0; i < count; ++i) {
+        u32(&x)[4] = a[i];
+        read_tile(x, outliers.room + i * TILE_BYTES);
+        ptx::mma_half(sums[first + i], x[0], x[1], x[2], x[3], weight.x, weight.y);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 3; ++n) {
+      rest.low[n] = rest.low[n + 1];
+      rest.high[n] = rest.high[n + 1];
     }
   }
 }
 #endif
+#endif
 
-// sums += weights * values of a page; `minima` gathers what belongs to all channels of a group of them. The keys in the
-// run may be overwritten.
+// sums += weights * values of a page; `minima` gathers what belongs to all channels of a group of them; `scale` is that
+// of the head (fp8). The keys in the run may be overwritten.
 KVRT_INLINE void add_page_values(float (&sums)[TILES][4], float (&minima)[2][4], u8* run, const Weights& weights,
-                                 const Tables& tables, const float* state, int head) {
-#if V_CODEC == 4
-  if constexpr (VALUE_OUTLIERS)
-    add_values_with_outliers(sums, run, weights, tables, head);
-  else
-    add_level_values(sums, minima, run, weights, tables);
+                                 const Tables& tables, float scale, int head) {
+#if V_CODEC == 4 && V_SLOTS > 0
+  add_values_with_outliers(sums, run, weights, tables, head);
+#elif V_CODEC == 4
+  add_level_values(sums, minima, run, weights, tables);
 #elif V_CODEC == 3
-  add_float_values(sums, run, weights, __ldg(state + head));
+  add_float_values(sums, run, weights, scale);
 #elif V_CODEC != 0 && V_BY_ROWS
   add_values_by_token(sums, minima, run, weights);
 #elif V_CODEC != 0

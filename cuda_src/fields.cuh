@@ -49,6 +49,13 @@ struct Codes {
     }
   }
 
+  // Of the codes in memory, the word j of tile s (2, 4 bits).
+  static KVRT_INLINE u32 word(const u8* codes, int s, int j) {
+    const int unit = s / TILES_A_WORD, lane = threadIdx.x % WARP;
+    if (unit < WHOLE) return *reinterpret_cast<const u32*>(codes + unit * 512 + lane * 16 + j * 4);
+    return ptx::prmt(*reinterpret_cast<const u16*>(codes + unit * 512 + lane * 8 + j * 2), 0, 0x4140);
+  }
+
   // What register r of tile (s, j) weighs.
   static KVRT_INLINE float weight(int r, int j) { return (r & 1 ? HIGH_ROWS : 1.0f) * (r & 2 ? HIGH_COLUMNS : 1.0f); }
 
@@ -73,8 +80,12 @@ struct Codes<3> {
 
   KVRT_INLINE void load(const u8* codes, int s) {
 #pragma unroll
-    for (int i = 0; i < 3; ++i)
-      words[i] = reinterpret_cast<const u32*>(codes)[(3 * s + i) * WARP + threadIdx.x % WARP];
+    for (int i = 0; i < 3; ++i) words[i] = word(codes, s, i);
+  }
+
+  // Of the codes in memory, the word i of tile s.
+  static KVRT_INLINE u32 word(const u8* codes, int s, int i) {
+    return reinterpret_cast<const u32*>(codes)[(3 * s + i) * WARP + threadIdx.x % WARP];
   }
 
   KVRT_INLINE void tile(u32 (&a)[4], int j, int s) const {

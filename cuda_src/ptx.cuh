@@ -154,6 +154,17 @@ KVRT_INLINE uint4 load_stream(const void* place) {
                : "l"(place));
   return v;
 }
+// Loads that are begun where the source has them, not where what they bring is wanted.
+KVRT_INLINE long long load_early(const long long* place) {
+  long long x;
+  asm volatile("ld.global.b64 %0, [%1];" : "=l"(x) : "l"(place));
+  return x;
+}
+KVRT_INLINE float load_early(const float* place) {
+  float x;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(place));
+  return x;
+}
 
 // Launches that overlap (kvrt/backends/dependent_launch.py). From here on, all that earlier kernels of the
 // stream wrote is there. Without such a launch, and before sm_90, there is nothing to wait for.

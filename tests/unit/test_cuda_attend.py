@@ -5,7 +5,7 @@ import pytest
 
 from kvrt.backends.cpu import CpuOps
 from tests.emulator import COMPILER
-from tests.helpers.emulated_attend import TOLERANCE, attend_both, error, make_store
+from tests.helpers.emulated_attend import TOLERANCE, WARPS, attend_both, error, make_store
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="the emulator needs g++")
 
@@ -53,6 +53,14 @@ def test_groups(ops: CpuOps, group: int) -> None:
 def test_lengths(ops: CpuOps, tokens: int, splits: int) -> None:
     store = make_store(ops, "kvrt4", kv_heads=1, dim=64, tokens=tokens)
     assert error(*attend_both(ops, store, group=2, splits=splits)) < TOLERANCE
+
+
+@pytest.mark.parametrize("tokens", [448, 460, 468, 484, 500, 512])
+def test_exact_units_of_the_warp_that_has_a_page_less(ops: CpuOps, tokens: int) -> None:
+    assert WARPS == 4
+    store = make_store(ops, "q4_0", kv_heads=1, dim=64, tokens=tokens)
+    assert store.view(0).extent.pages in (7, 8)
+    assert error(*attend_both(ops, store, group=2, splits=1)) < TOLERANCE
 
 
 @pytest.mark.parametrize("window", [1, 63, 64, 65, 200, 1000])
