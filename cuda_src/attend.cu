@@ -10,6 +10,7 @@
 // side, K_CODEC, K_KIND (of exact tokens), K_CODES_OFFSET, K_META_OFFSET and the codec's own (K_BITS, K_GROUP, K_MODE,
 // K_BY_ROWS; K_E4M3; K_SLOTS). In the first TURNED_TILES tiles of channels keys before RoPE must be turned; K_BIAS says
 // whether keys lack a bias, EXTRA_BYTES how much the tables take, SHARED_BYTES how much is asked for in all.
+// FEW_HEADS says that a group has four query heads at most, where that makes a difference.
 // WARPS, STAGES, CTAS_AN_SM may be set; LOOKUP says whether levels of non-uniform integers are looked up in a table,
 // BY_SIDE whether a stage of a ring holds one side of a unit: pages may be too large for rings of many warps.
 #ifndef WARPS
@@ -26,6 +27,9 @@
 #endif
 #ifndef BY_SIDE
 #define BY_SIDE 0
+#endif
+#ifndef FEW_HEADS
+#define FEW_HEADS 0
 #endif
 
 #include "attend_softmax.cuh"
@@ -82,8 +86,8 @@ KVRT_INLINE void exact_scores(float (&scores)[4], const u8* stage, const Query& 
     ptx::load_matrix4(a, rows + s * 16);
     if (s >= TURNED_TILES) {
       const TileQuery slow(query, tables, s);
-      mma_exact(scores, a, slow.low, slow.high);
-      mma_exact(slopes, a, slow.low_slope, slow.high_slope);
+      mma_exact(FEW_HEADS ? slopes : scores, a, slow.low, slow.high);
+      if (!FEW_HEADS) mma_exact(slopes, a, slow.low_slope, slow.high_slope);
       continue;
     }
 #if FORM == VIEW_PRE && K_KIND == 2
@@ -100,7 +104,7 @@ KVRT_INLINE void exact_scores(float (&scores)[4], const u8* stage, const Query& 
   }
   if (HAS_SLOW)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) scores[i] += slopes[i] * place_in_block(tile, i >> 1);
+    for (int i = 0; i < 4; ++i) scores[i] += on_line(slopes[i], place_in_block(tile, i >> 1));
 }
 
 // Weighted sums += weights * 16 exact values.
@@ -277,7 +281,7 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
     unscale[1] = __shfl_sync(ALL_LANES, query.unscale, lane % 4 * 8 + 4);
   };
   if (SAME_NORM) {
-    find_scale(query, queries, heads);
+    find_scale(query, queries);
     spread_unscale();
   }
   if (!BY_BLOCK && SAME_NORM) make_query(query, queries, nullptr, nullptr);
@@ -295,13 +299,12 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
     // The query is made anew where it is another: for each page, or for packed keys that were divided by factors.
     const auto prepare = [&](int wanted) {
       if ((!BY_BLOCK && SAME_NORM) || wanted == made) return;
-      if (BY_BLOCK && heads <= 4) {
-        make_four(query, queries, base, packed ? factors : nullptr);
-        if (HAS_SLOW && !KEEPS_FOUR) go_to_middle(query, tables);
-      } else {
-        make_query(query, queries, BY_BLOCK ? base : nullptr, packed ? factors : nullptr);
-        if (HAS_SLOW) go_to_middle(query, tables);
-      }
+#if FEW_HEADS
+      make_four(query, queries, base, packed ? factors : nullptr);
+#else
+      make_query(query, queries, BY_BLOCK ? base : nullptr, packed ? factors : nullptr);
+#endif
+      if (HAS_SLOW && !KEEPS_FOUR) go_to_middle(query, tables);
       if (!SAME_NORM) spread_unscale();
       made = wanted;
     };

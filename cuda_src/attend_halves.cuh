@@ -10,7 +10,8 @@ static constexpr bool K_MINIMA = K_CODEC == 1 && K_MODE != 1, K_CENTRED = K_CODE
 #endif
 
 // What keys of a tile of channels are multiplied with. Slow tiles are not turned: their query is that of the block's
-// middle (`go_to_middle`, `keep_middle`), and goes on from there in a line.
+// middle (`go_to_middle`, `keep_middle`), and goes on from there in a line. With FEW_HEADS the heads that are of no use
+// are the slopes of the others there.
 struct TileQuery {
   u32 low, high, low_slope = 0, high_slope = 0;
   bool slow, turned;
@@ -22,16 +23,23 @@ struct TileQuery {
     slow = s >= TURNED_TILES;
     if (!slow) return;
     const uint4 line = tables.slow(s);
-    low_slope = ptx::mul_half2(high, line.z);
-    high_slope = ptx::mul_half2(low, line.w);
+    const int of = FEW_HEADS ? s ^ 1 : s;  // where `make_four` has it in those heads
+    low_slope = ptx::mul_half2(query.high[of], line.z);
+    high_slope = ptx::mul_half2(query.low[of], line.w);
+    if (FEW_HEADS && threadIdx.x % WARP >= 16) {
+      low = low_slope;
+      high = high_slope;
+    }
   }
 };
 
 // Queries of the block's beginning become those of its middle in slow tiles.
 KVRT_INLINE void go_to_middle(Query& query, const Tables& tables) {
 #pragma unroll
-  for (int s = TURNED_TILES; s < TILES; ++s) {
-    const uint4 line = tables.slow(s);
+  for (int s = FEW_HEADS ? TURNED_TILES / 2 * 2 : TURNED_TILES; s < TILES; ++s) {
+    const int of = FEW_HEADS && threadIdx.x % WARP >= 16 ? s ^ 1 : s;  // see `make_four`
+    if (of < TURNED_TILES) continue;
+    const uint4 line = tables.slow(of);
     const u32 low = query.low[s], high = query.high[s];
     query.low[s] = ptx::fma_half2(low, line.x, ptx::mul_half2(high, line.y));
     query.high[s] = ptx::fma_half2(high, line.x, ptx::neg_half2(ptx::mul_half2(low, line.y)));
@@ -55,6 +63,11 @@ KVRT_INLINE float place_in_block(int j, int lower) {
   return (int(threadIdx.x % WARP / 4) + 16 * j + 8 * lower - 32) / 32.0f;
 }
 
+// What slow tiles bring to a score, of a sum of slopes: at `place`. With FEW_HEADS the sum is of both.
+KVRT_INLINE float on_line(float sum, float place) {
+  return FEW_HEADS ? sum + __shfl_xor_sync(ALL_LANES, sum, 2) * place : sum * place;
+}
+
 // Slow tiles come first, and what they bring is put together before the others come: that takes less registers.
 KVRT_INLINE int tile_at(int i) { return (i + TURNED_TILES) % TILES; }
 
@@ -73,8 +86,10 @@ struct HalfScores {
   // Rotate the keys of a tile, if need be, and multiply them.
   KVRT_INLINE void add(u32 (&a)[4], const TileQuery& query, const Tables& tables, int j, int s) {
     if (query.turned) turn_tile(a, tables.turn(j, s));
-    ptx::mma_half(scores[j], a[0], a[1], a[2], a[3], query.low, query.high);
-    if (query.slow) ptx::mma_half(slopes[j], a[0], a[1], a[2], a[3], query.low_slope, query.high_slope);
+    if (!query.slow || !FEW_HEADS) ptx::mma_half(scores[j], a[0], a[1], a[2], a[3], query.low, query.high);
+    if (query.slow && !FEW_HEADS)
+      ptx::mma_half(slopes[j], a[0], a[1], a[2], a[3], query.low_slope, query.high_slope);
+    if (query.slow && FEW_HEADS) ptx::mma_half(slopes[j], a[0], a[1], a[2], a[3], query.low, query.high);
   }
 
   // After tile s of the token tiles first ... first + count - 1.
@@ -83,7 +98,7 @@ struct HalfScores {
 #pragma unroll
     for (int j = first; j < first + count; ++j)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[j][i] += slopes[j][i] * place_in_block(j, i >> 1);
+      for (int i = 0; i < 4; ++i) scores[j][i] += on_line(slopes[j][i], place_in_block(j, i >> 1));
   }
 };
 
@@ -149,7 +164,7 @@ KVRT_INLINE void slow_scores(float (&scores)[4][4], const u8* run, const Query& 
 #pragma unroll
     for (int r = 0; r < 4; ++r) a[r] = column_shift(run, s, r % 2 * (K_GROUPS - 1), r / 2);
     ptx::mma_half(shift, a[0], a[1], a[2], a[3], tile.low, tile.high);
-    ptx::mma_half(shift_slope, a[0], a[1], a[2], a[3], tile.low_slope, tile.high_slope);
+    if (!FEW_HEADS) ptx::mma_half(shift_slope, a[0], a[1], a[2], a[3], tile.low_slope, tile.high_slope);
     codes.load(run + K_CODES_OFFSET, s);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -160,7 +175,7 @@ KVRT_INLINE void slow_scores(float (&scores)[4][4], const u8* run, const Query& 
       const auto high = [&](u32 x) { return ptx::mul_half2(scale_half2(x, high_columns<K_BITS>(j)), scale[1]); };
       codes.tile(a, j, s);
       ptx::mma_half(scores[j], a[0], a[1], a[2], a[3], low(tile.low), high(tile.high));
-      ptx::mma_half(slopes[j], a[0], a[1], a[2], a[3], low(tile.low_slope), high(tile.high_slope));
+      if (!FEW_HEADS) ptx::mma_half(slopes[j], a[0], a[1], a[2], a[3], low(tile.low_slope), high(tile.high_slope));
     }
   }
 #pragma unroll
@@ -169,8 +184,9 @@ KVRT_INLINE void slow_scores(float (&scores)[4][4], const u8* run, const Query& 
     for (int i = 0; i < 4; ++i) {
       const float factor = FROM_SUBNORMAL / (i < 2 ? 1.0f : Codes<K_BITS>::HIGH_ROWS);
       const int sum = j / TILES_A_GROUP * 2 + i % 2;
-      const float slope = slopes[j][i] * factor + shift_slope[sum];
-      scores[j][i] = scores[j][i] * factor + shift[sum] + slope * place_in_block(j, i >> 1);
+      const float place = place_in_block(j, i >> 1), score = scores[j][i] * factor + shift[sum];
+      scores[j][i] = FEW_HEADS ? on_line(score, place)
+                               : score + on_line(slopes[j][i] * factor + shift_slope[sum], place);
     }
 }
 #endif
@@ -252,7 +268,7 @@ KVRT_INLINE bool may_swap(int s) { return FORM != VIEW_PRE || s >= TURNED_TILES;
 // The columns of a tile's query, and of halves and centres, are swapped if keys' columns are.
 KVRT_INLINE void swap_tile(TileQuery& tile, uint4& column) {
   swap_columns(tile.low, tile.high);
-  if (tile.slow) swap_columns(tile.low_slope, tile.high_slope);
+  if (tile.slow && !FEW_HEADS) swap_columns(tile.low_slope, tile.high_slope);
   swap_columns(column.x, column.y);
   swap_columns(column.z, column.w);
 }
@@ -338,8 +354,9 @@ KVRT_INLINE void scores_with_outliers(float (&scores)[4][4], const u8* run, cons
         u32(&x)[4] = a[i];
         read_tile(x, outliers.room + i * TILE_BYTES);
         if (!may_swap(s)) turn_tile(x, tables.turn(j, s));
-        ptx::mma_half(sums[i % 2], x[0], x[1], x[2], x[3], low[s], high[s]);
-        if (s >= TURNED_TILES) ptx::mma_half(slopes, x[0], x[1], x[2], x[3], low_slope[s], high_slope[s]);
+        const bool slow = s >= TURNED_TILES;
+        ptx::mma_half(slow && FEW_HEADS ? slopes : sums[i % 2], x[0], x[1], x[2], x[3], low[s], high[s]);
+        if (slow && !FEW_HEADS) ptx::mma_half(slopes, x[0], x[1], x[2], x[3], low_slope[s], high_slope[s]);
       }
     }
     // Scores move on, so that their registers are known when compiling.
@@ -349,7 +366,7 @@ KVRT_INLINE void scores_with_outliers(float (&scores)[4][4], const u8* run, cons
       scores[1][i] = scores[2][i];
       scores[2][i] = scores[3][i];
       scores[3][i] = sums[0][i] + sums[1][i];
-      if (HAS_SLOW) scores[3][i] += slopes[i] * (i < 2 ? place : place + 8 / 32.0f);
+      if (HAS_SLOW) scores[3][i] += on_line(slopes[i], i < 2 ? place : place + 8 / 32.0f);
     }
     place += 16 / 32.0f;
   }

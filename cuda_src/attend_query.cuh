@@ -17,7 +17,8 @@ static constexpr float LESS_HIGH = 1.0f;
 #endif
 
 // Whether a lane keeps in registers what `make_four` starts from.
-static constexpr bool KEEPS_FOUR = FORM != VIEW_POST && K_KIND != 2 && HEAD_DIM % 32 == 0 && HEAD_DIM <= 128;
+static constexpr bool KEEPS_FOUR = FEW_HEADS && HEAD_DIM <= 128;
+static_assert(!FEW_HEADS || (FORM != VIEW_POST && K_KIND != 2 && HEAD_DIM % 32 == 0), "what make_four is for");
 
 struct Query {
   u32 low[TILES], high[TILES];  // f16 (bf16: what rounds to it), scaled by a power of two so that halves are not wasted
@@ -104,8 +105,8 @@ KVRT_INLINE float scale_of(float squares, float& unscale) {
 // Whether a query has the same norm wherever it is turned to: then its scale is found once.
 static constexpr bool SAME_NORM = !K_NORM;
 
-KVRT_INLINE void find_scale(Query& query, const float* q, int heads) {
-  const int lane = threadIdx.x % WARP, head = heads <= 4 ? lane / 4 % 4 : lane / 4;
+KVRT_INLINE void find_scale(Query& query, const float* q) {
+  const int lane = threadIdx.x % WARP, head = FEW_HEADS ? lane / 4 % 4 : lane / 4;
   float squares = 0;
 #pragma unroll
   for (int i = 0; i < 2 * TILES; ++i) {
@@ -115,7 +116,7 @@ KVRT_INLINE void find_scale(Query& query, const float* q, int heads) {
   squares += __shfl_xor_sync(ALL_LANES, squares, 1);
   squares += __shfl_xor_sync(ALL_LANES, squares, 2);
   query.scale = scale_of(squares, query.unscale);
-  if (heads <= 4 && lane >= 16) query.unscale = 0;  // as `make_four` has it
+  if (FEW_HEADS && lane >= 16) query.unscale = 0;  // as `make_four` has it
 }
 
 // Make fragments of q (8, QUERY_PITCH) f32 in shared memory, after RoPE and scaled: turned backwards by the angles of
@@ -177,8 +178,9 @@ KVRT_INLINE void read_four(float (&x)[TILES][2], const Query& query, const float
 }
 
 // As `make_query`, where at most four of the query heads are wanted: a lane makes half of one, for itself and for
-// lane ^ 16. The other four heads get numbers without meaning, and an `unscale` of 0, which makes their scores 0.
-#if K_KIND != 2 && HEAD_DIM % 32 == 0
+// lane ^ 16. The other four are the same once more, but that tiles 2 t and 2 t + 1 change places, with an `unscale` of
+// 0, which makes their scores 0.
+#if FEW_HEADS
 KVRT_INLINE void make_four(Query& query, const float* q, const float* base, const float* factors) {
   const int lane = threadIdx.x % WARP, part = lane / 16, first = 8 * part + 2 * (lane % 4);
   float x[TILES][2];
@@ -221,9 +223,5 @@ KVRT_INLINE void make_four(Query& query, const float* q, const float* base, cons
     query.low[2 * t + 1] = __shfl_xor_sync(ALL_LANES, query.low[2 * t], 16);
     query.high[2 * t + 1] = __shfl_xor_sync(ALL_LANES, query.high[2 * t], 16);
   }
-}
-#else
-KVRT_INLINE void make_four(Query& query, const float* q, const float* base, const float* factors) {
-  make_query(query, q, base, factors);
 }
 #endif

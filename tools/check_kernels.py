@@ -47,6 +47,9 @@ FURTHER_FORMATS = (
 WITH_BIAS = ("f8", "kivi2", "kivi4", "kvrt4", "kvrt3", "kvrt2", "innerq-small", "kvquant4:1%")
 TEXTS = 4  # the first columns; numbers follow
 
+GROUPS = (4, 8)
+"""Query heads of a KV head: what few of them are has variants of its own."""
+
 _KV_HEADS = 8
 
 
@@ -96,13 +99,16 @@ def attention_variants() -> Iterator[Variant]:
                 store = KVStore(
                     geometry, spec, ops, 1, rotary=rotary, key_bias=left_out, calibration=fitted
                 )
-                defines = compiled(store.view(0).settings.tolist())
+                settings = store.view(0).settings.tolist()
+                found = {group: compiled(settings, group=group) for group in GROUPS}
             except (UnsupportedError, CodecError):
                 continue  # not for this size, or not for a GPU
-            key = tuple(defines.items())
-            if key not in seen:
-                seen.add(key)
-                yield Variant("attend.cu", defines, f"{name}{' bias' * bias}, head_dim {dim}")
+            for group, defines in found.items():
+                key = tuple(defines.items())
+                if key not in seen:
+                    seen.add(key)
+                    label = f"{name}{' bias' * bias}, head_dim {dim}, group {group}"
+                    yield Variant("attend.cu", defines, label)
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:

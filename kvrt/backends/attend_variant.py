@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from . import view
+from .cpu_math import BF16
 from .gpu_formats import BLOCK, DENSE, FP8, INTQ, NUQ, check_readable
 from .ops import PAGE_TOKENS
 
@@ -21,6 +22,9 @@ best on, one CTA on a multiprocessor.
 
 A multiprocessor has four schedulers: with 10 or 11 warps it is slower than with 8.
 """
+
+_FEW = 4
+"""Query heads with which keys that are rotated in their page have a kernel of their own."""
 
 _SHARED = 227 * 1024
 """Bytes of shared memory that a CTA may have on the largest devices."""
@@ -41,8 +45,10 @@ _KEY_ROOM, _VALUE_ROOM = 2048, 4096
 """KEY_ROOM and VALUE_ROOM of attend_tables.cuh."""
 
 
-def attend_defines(settings: Sequence[int]) -> dict[str, Any]:
+def attend_defines(settings: Sequence[int], group: int = QUERY_HEADS) -> dict[str, Any]:
     """Names and values for the compiler, from settings (LAYER_SETTINGS,).
+
+    `group` is how many query heads a KV head has.
 
     Raises UnsupportedError for what the kernel cannot read.
     """
@@ -59,6 +65,12 @@ def attend_defines(settings: Sequence[int]) -> dict[str, Any]:
         "K_BIAS": int(row[view.KEY_BIAS] != 0),
         "RUN_BYTES": row[view.RUN_BYTES],
         "TURNED_TILES": _turned_tiles(row),
+        "FEW_HEADS": int(
+            group <= _FEW
+            and row[view.FORM] != view.POST
+            and row[view.KEY_KIND] != BF16
+            and dim % 32 == 0
+        ),
     }
     for letter, start, kind in (
         ("K", view.KEY_SIDE, row[view.KEY_KIND]),
@@ -184,12 +196,14 @@ def _candidates(defines: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int, 
         yield sides if by_side else defines, warps, stages
 
 
-def compiled(settings: Sequence[int], shared: int = _SHARED) -> dict[str, Any]:
+def compiled(
+    settings: Sequence[int], shared: int = _SHARED, group: int = QUERY_HEADS
+) -> dict[str, Any]:
     """All -D options that a layer's kernel is compiled with: `attend_defines` and its shape.
 
     `shared` is how many bytes of shared memory a CTA may have on the device.
     """
-    for defines, warps, stages in _candidates(attend_defines(settings)):
+    for defines, warps, stages in _candidates(attend_defines(settings, group)):
         if shared_bytes(defines, warps, stages) <= shared - _OWN_SHARED:
             break
     return with_shape(defines, warps, stages)

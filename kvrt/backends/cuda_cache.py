@@ -73,9 +73,9 @@ class _Mirror:
 
 
 @lru_cache(maxsize=512)
-def _variant(settings: bytes, shared: int) -> dict[str, Any]:
-    """Options of the attention kernel for a layer's settings, and a device's shared memory."""
-    return compiled(np.frombuffer(settings, np.int64).tolist(), shared)
+def _variant(settings: bytes, shared: int, group: int) -> dict[str, Any]:
+    """Options of the attention kernel, from a layer's settings, shared memory and group size."""
+    return compiled(np.frombuffer(settings, np.int64).tolist(), shared, group)
 
 
 def prefill_geometry(dim: int) -> tuple[int, int]:
@@ -236,7 +236,7 @@ class CacheKernels:
         kv_heads = view.num_kv_heads
         group = heads // kv_heads
         check_attend(q, view, out)
-        defines = _variant(view.settings.tobytes(), self.device.max_shared)
+        defines = _variant(view.settings.tobytes(), self.device.max_shared, group)
         rows = kv_heads * -(-group // QUERY_HEADS)
         splits = max(self.device.multiprocessors // rows, 1)
         partials = self._scratch("partials", (rows * splits * QUERY_HEADS * (dim + 2),), np.float32)

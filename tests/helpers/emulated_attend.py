@@ -94,7 +94,7 @@ def attend_both(
     expected = ops.empty((heads, dim))
     ops.attend(q, view, scale, window, expected)
 
-    defines = attend_defines(view.settings)
+    defines = attend_defines(view.settings, group)
     if lookup:
         defines = with_lookup(defines)
     if by_side:
