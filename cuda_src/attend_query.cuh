@@ -16,8 +16,12 @@ static constexpr float LESS_HIGH = K_BITS == 3 ? 8.0f : 16.0f;
 static constexpr float LESS_HIGH = 1.0f;
 #endif
 
-// Whether a lane keeps in registers what `make_four` starts from.
+// Whether a lane keeps in registers what `make_four` starts from. With outliers none are left.
+#if K_CODEC == 4 && K_SLOTS > 0
+static constexpr bool KEEPS_FOUR = false;
+#else
 static constexpr bool KEEPS_FOUR = FEW_HEADS && HEAD_DIM <= 128;
+#endif
 static_assert(!FEW_HEADS || (FORM != VIEW_POST && K_KIND != 2 && HEAD_DIM % 32 == 0), "what make_four is for");
 
 struct Query {

@@ -114,6 +114,7 @@ SIZES = [
     ("k=f16:pre,v=f16", 80, 0), ("k=int3:channel:g64:pre,v=int3:token:g64", 128, 3),
     ("k=int2:token:g32:pre,v=int2:token:g32", 96, 0), ("kvrt4", 256, 3), ("kvquant3:1%", 80, 0),
     ("kvquant4:1%", 112, 3), ("kvquant2:1%", 128, 3), ("k=nuq3:1%,v=nuq2:1%", 256, 0),
+    ("k=int4:channel:g64:pre,v=int4:token:g64", 256, 0), ("k=e4m3:pre,v=e4m3", 192, 0),
 ]  # fmt: skip
 
 
