@@ -1,8 +1,8 @@
 // Decode attention: one query token over sinks, sealed pages and tail of one layer, split among CTAs, and combined.
 //
 // A grid of (splits, KV heads * tiles of 8 query heads). The work of a head is a list of units: packed pages of 64
-// tokens, or 16 exact tokens. A warp takes every splits * WARPS-th of them, fetches the bytes of a unit into a ring of
-// its own in shared memory, and keeps a running softmax (Milakov and Gimelshein 2018) in registers. Keys, and values
+// tokens, or 16 exact tokens, which all warps of the head share (`Work`). A warp fetches the bytes of a unit into a ring
+// of its own in shared memory, and keeps a running softmax (Milakov and Gimelshein 2018) in registers. Keys, and values
 // transposed, are the wide operand A of mma.m16n8k16, query heads are N, so each byte is read once for a whole group.
 // The last CTA of a head to begin combines what the others send.
 //
@@ -41,6 +41,7 @@ static_assert(K_KIND != 2 || TURNED_TILES == TILES, "what slow tiles are multipl
 static_assert(8 * QUERY_PITCH * 4 + EXTRA_BYTES + WARPS * STAGES * STAGE_BYTES == SHARED_BYTES,
               "attend_variant.py counts otherwise");
 static_assert(!BY_SIDE || !VALUES_IN_PLACE_OF_KEYS, "values are fetched to where a page's keys were");
+static_assert(RUN_BYTES % 16 == 0 && VALUES_AT % 16 == 0, "copies are of 16 bytes");
 static_assert(STATE_FLOATS * 4 <= STAGE_BYTES, "a warp's state goes where its ring was");
 
 KVRT_INLINE void mma_exact(float* sums, const u32 (&a)[4], u32 low, u32 high) {

@@ -92,11 +92,11 @@ struct HalfScores {
     if (query.slow && FEW_HEADS) ptx::mma_half(slopes[j], a[0], a[1], a[2], a[3], query.low, query.high);
   }
 
-  // After tile s of the token tiles first ... first + count - 1.
-  KVRT_INLINE void end_tile(int s, int first, int count) {
+  // After tile s.
+  KVRT_INLINE void end_tile(int s) {
     if (!HAS_SLOW || s != TILES - 1) return;
 #pragma unroll
-    for (int j = first; j < first + count; ++j)
+    for (int j = 0; j < 4; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) scores[j][i] += on_line(slopes[j][i], place_in_block(j, i >> 1));
   }
@@ -139,7 +139,7 @@ KVRT_INLINE void load_columns(u32& scale, u32& shift, const u8* run, int s, int 
   affine(scale, shift, K_MINIMA ? *columns(run, s, K_GROUPS + group, half) : 0);
 }
 
-// What is added to codes times scale.
+// What is added to codes times scale, as a half: a middle's is rounded, by 2^-12 of the largest key of the channel.
 KVRT_INLINE u32 column_shift(const u8* run, int s, int group, int half) {
   // Alone, and not with the other half: it would have to be moved to where it is wanted.
   if (K_MINIMA && K_MODE == 0) return *const_cast<const volatile u32*>(columns(run, s, K_GROUPS + group, half));
@@ -149,6 +149,7 @@ KVRT_INLINE u32 column_shift(const u8* run, int s, int group, int half) {
 }
 
 // Scores, 0 before, of slow tiles as `scores_by_channel` makes them: scales go into the query, and codes stay fields.
+// So a query times a scale must be a half, as there: scales up to 255, less where RoPE has an amplitude.
 KVRT_INLINE void slow_scores(float (&scores)[4][4], const u8* run, const Query& query, const Tables& tables) {
   float slopes[4][4], shift[4] = {0, 0, 0, 0}, shift_slope[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -230,7 +231,7 @@ KVRT_INLINE void half_scores(float (&scores)[4][4], const u8* run, const Query& 
     codes.load(run + K_CODES_OFFSET, s);
 #pragma unroll
     for (int j = 0; j < 4; ++j) add_affine_tile(sums, codes, scale[j], shift[j], tile, tables, j, s);
-    sums.end_tile(s, 0, 4);
+    sums.end_tile(s);
   }
 #endif
 }
@@ -258,7 +259,7 @@ KVRT_INLINE void half_scores(float (&scores)[4][4], const u8* run, const Query& 
         for (int r = 0; r < 4; ++r) a[r] = scale_half2(a[r], 1 / K_LESS);
       sums.add(a, tile, tables, j, s);
     }
-    sums.end_tile(s, 0, 4);
+    sums.end_tile(s);
   }
 }
 #elif K_CODEC == 4
@@ -300,7 +301,7 @@ KVRT_INLINE void level_scores(float (&scores)[4][4], float (&shift)[4][2], const
       if (KEYS_ARE_NUMBERS) make_numbers(a, column.x, column.y, column.z, column.w);
       sums.add(a, tile, tables, j, s);
     }
-    sums.end_tile(s, 0, 4);
+    sums.end_tile(s);
   }
 #pragma unroll
   for (int j = 0; j < 4; ++j)

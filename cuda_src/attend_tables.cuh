@@ -107,7 +107,7 @@ struct Sources {
   i64 heads = 0;
 
   KVRT_INLINE explicit Sources(const i64* layer) {
-    if (HAS_TURNS || HAS_SLOW) turns = address(layer + VIEW_TURNS);
+    if (HAS_TURNS) turns = address(layer + VIEW_TURNS);
     if (K_BIAS) bias = address(layer + VIEW_KEY_BIAS);
     if (K_CODEC == 4) keys = address(layer + VIEW_KEY_SIDE + VIEW_TABLE);
     if (K_CODEC == 4) heads = ptx::load_early(layer + VIEW_HEADS);
@@ -177,7 +177,7 @@ struct QuickTurns {
   }
 };
 
-// What slow tiles are turned with; a thread makes that of one or two channels.
+// What slow tiles are turned with; a thread makes that of a few channels.
 struct SlowTurns {
   static constexpr int FIRST = 8 * TURNED_TILES, EACH = (HALF - FIRST + WARPS * WARP - 1) / (WARPS * WARP);
   static constexpr int ROOM = EACH > 0 ? EACH : 1;

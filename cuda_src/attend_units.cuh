@@ -82,7 +82,7 @@ struct Work {
   }
   // The unit that a warp takes after another.
   KVRT_INLINE int next(int index) const {
-    if (!packed(index)) return index + (DENSE ? warps : exact_warps);
+    if (!packed(index)) return index + exact_warps;
     const int after = index + warps;
     return packed(after) || after - page_units < exact_warps ? after : units;
   }

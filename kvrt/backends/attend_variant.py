@@ -24,7 +24,7 @@ A multiprocessor has four schedulers: with 10 or 11 warps it is slower than with
 """
 
 _FEW = 4
-"""Query heads with which keys that are rotated in their page have a kernel of their own."""
+"""Query heads with which keys whose query is another for each page have a kernel of their own."""
 
 _SHARED = 227 * 1024
 """Bytes of shared memory that a CTA may have on the largest devices."""

@@ -127,6 +127,30 @@ def test_attention_agrees_with_float64(
     assert np.linalg.norm(mine - exact.out) < 1.6 * exact.loss + 2**-11 * np.linalg.norm(exact.out)
 
 
+@pytest.mark.parametrize("group", [2, 8])
+@pytest.mark.parametrize(
+    "spec", ["f16", "f8", "q8_0", "kvrt4", "k=e4m3:pre,v=e4m3", "kvquant3", "kvquant4:1%"]
+)
+def test_attention_of_warps_that_take_several_pages(
+    ops: CpuOps, cuda: CudaOps, spec: str, group: int
+) -> None:
+    # So many heads that a warp has three pages: what it fetches goes round in its memory.
+    geometry, tokens = Geometry(1, 66, 128), 3100
+    rng = np.random.default_rng(4)
+    k, v = rng.normal(0, 1, (2, tokens, geometry.num_kv_heads, 128)).astype(np.float32)
+    q = rng.normal(0, 0.2, (group * geometry.num_kv_heads, 128)).astype(np.float32)
+    found = []
+    for backend in (cuda, ops):
+        store = new_store(backend, spec, geometry)
+        with store.extending(tokens):
+            store.extend(0, backend.to_device(k), backend.to_device(v))
+        out = backend.empty(q.shape)
+        backend.attend(backend.to_device(q), store.view(0), 128**-0.5, None, out)
+        found.append(backend.to_host(out).astype(np.float64))
+    mine, other = found
+    assert np.linalg.norm(mine - other) < TOLERANCE * np.linalg.norm(other)
+
+
 @pytest.mark.parametrize("spec", BIASED)
 def test_attention_agrees_where_keys_have_a_bias(ops: CpuOps, cuda: CudaOps, spec: str) -> None:
     tokens, heads, dim = 700, 4 * GEOMETRY.num_kv_heads, GEOMETRY.head_dim

@@ -18,6 +18,7 @@ FORMATS = [
     "k=int4:channel:g64:sym:page,v=int4:token:g64:hybrid,sink=70",
     "k=int2:channel:g32:had:page,v=int2:token:g32,sink=4",
     "k=e4m3:page,v=int4:token:g64,window=100",
+    "k=int4:token:g32:norm:page:had,v=int3:channel:g32:had,sink=4,window=60",
 ]  # fmt: skip
 
 

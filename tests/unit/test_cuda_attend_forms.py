@@ -62,11 +62,12 @@ SLOW = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("group", [3, 5])
 @pytest.mark.parametrize(("spec", "bias"), SLOW)
-def test_channels_that_turn_slowly(ops: CpuOps, spec: str, bias: float) -> None:
+def test_channels_that_turn_slowly(ops: CpuOps, spec: str, bias: float, group: int) -> None:
     store = make_store(ops, spec, 1, 128, tokens=300, bias=bias, amplitude=1.2, theta=5e5)
     assert attend_defines(store.view(0).settings)["TURNED_TILES"] == 4
-    assert error(*attend_both(ops, store, group=3, spread=0.3)) < TOLERANCE
+    assert error(*attend_both(ops, store, group, spread=0.3)) < TOLERANCE
 
 
 @pytest.mark.parametrize(("theta", "turned"), [(1e30, 1), (1.0, 4)])
