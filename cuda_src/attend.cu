@@ -1,10 +1,10 @@
 // Decode attention: one query token over sinks, sealed pages and tail of one layer, split among CTAs, and combined.
 //
 // A grid of (splits, KV heads * tiles of 8 query heads). The work of a head is a list of units: packed pages of 64
-// tokens, or 16 exact tokens, which all warps of the head share (`Work`). A warp fetches the bytes of a unit into a ring
-// of its own in shared memory, and keeps a running softmax (Milakov and Gimelshein 2018) in registers. Keys, and values
-// transposed, are the wide operand A of mma.m16n8k16, query heads are N, so each byte is read once for a whole group.
-// The last CTA of a head to begin combines what the others send.
+// tokens, or 16 exact tokens, which all warps of the head share (`Work`). A warp fetches the bytes of a unit into a
+// ring of its own in shared memory, and keeps a running softmax (Milakov and Gimelshein 2018) in registers. Keys, and
+// values transposed, are the wide operand A of mma.m16n8k16, query heads are N, so each byte is read once for a whole
+// group. The last CTA of a head to begin combines what the others send.
 //
 // Compiled with -D for one layout: HEAD_DIM, FORM, K_HADAMARD, V_HADAMARD (block or 0), K_NORM, RUN_BYTES and, of each
 // side, K_CODEC, K_KIND (of exact tokens), K_CODES_OFFSET, K_META_OFFSET and the codec's own (K_BITS, K_GROUP, K_MODE,

@@ -14,12 +14,11 @@ static constexpr bool K_MINIMA = K_CODEC == 1 && K_MODE != 1, K_CENTRED = K_CODE
 // are the slopes of the others there.
 struct TileQuery {
   u32 low, high, low_slope = 0, high_slope = 0;
-  bool slow, turned;
+  bool slow;
 
   KVRT_INLINE TileQuery(const Query& query, const Tables& tables, int s) {
     low = query.low[s];
     high = query.high[s];
-    turned = FORM == VIEW_PRE && s < TURNED_TILES;
     slow = s >= TURNED_TILES;
     if (!slow) return;
     const uint4 line = tables.slow(s);
@@ -85,11 +84,10 @@ struct HalfScores {
 
   // Rotate the keys of a tile, if need be, and multiply them.
   KVRT_INLINE void add(u32 (&a)[4], const TileQuery& query, const Tables& tables, int j, int s) {
-    if (query.turned) turn_tile(a, tables.turn(j, s));
-    if (!query.slow || !FEW_HEADS) ptx::mma_half(scores[j], a[0], a[1], a[2], a[3], query.low, query.high);
+    if (is_turned(s)) turn_tile(a, tables.turn(j, s));
+    ptx::mma_half(query.slow && FEW_HEADS ? slopes[j] : scores[j], a[0], a[1], a[2], a[3], query.low, query.high);
     if (query.slow && !FEW_HEADS)
       ptx::mma_half(slopes[j], a[0], a[1], a[2], a[3], query.low_slope, query.high_slope);
-    if (query.slow && FEW_HEADS) ptx::mma_half(slopes[j], a[0], a[1], a[2], a[3], query.low, query.high);
   }
 
   // After tile s.
@@ -263,10 +261,8 @@ KVRT_INLINE void half_scores(float (&scores)[4][4], const u8* run, const Query& 
   }
 }
 #elif K_CODEC == 4
-// Whether a tile's columns may be swapped: partners of a RoPE pair are in one register then, and cannot be turned.
-KVRT_INLINE bool may_swap(int s) { return FORM != VIEW_PRE || s >= TURNED_TILES; }
-
-// The columns of a tile's query, and of halves and centres, are swapped if keys' columns are.
+// The columns of a tile's query, and of halves and centres, are swapped if keys' columns are: not where tiles are
+// turned, because partners of a RoPE pair are in one register then.
 KVRT_INLINE void swap_tile(TileQuery& tile, uint4& column) {
   swap_columns(tile.low, tile.high);
   if (tile.slow && !FEW_HEADS) swap_columns(tile.low_slope, tile.high_slope);
@@ -293,11 +289,11 @@ KVRT_INLINE void level_scores(float (&scores)[4][4], float (&shift)[4][2], const
       tile.low = ptx::mul_half2(tile.low, column.x);
       tile.high = ptx::mul_half2(tile.high, column.y);
     }
-    if (levels.SWAPS && may_swap(s)) swap_tile(tile, column);
+    if (levels.SWAPS && !is_turned(s)) swap_tile(tile, column);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       u32 a[4];
-      levels.tile(a, tile_word(codes, j), s, may_swap(s));
+      levels.tile(a, tile_word(codes, j), s, !is_turned(s));
       if (KEYS_ARE_NUMBERS) make_numbers(a, column.x, column.y, column.z, column.w);
       sums.add(a, tile, tables, j, s);
     }
@@ -324,7 +320,7 @@ KVRT_INLINE void scores_with_outliers(float (&scores)[4][4], const u8* run, cons
   for (int s = 0; s < TILES; ++s) {
     TileQuery tile(query, tables, s);
     columns[s] = tables.column(s);
-    if (levels.SWAPS && may_swap(s)) swap_tile(tile, columns[s]);
+    if (levels.SWAPS && !is_turned(s)) swap_tile(tile, columns[s]);
     low[s] = tile.low;
     high[s] = tile.high;
     low_slope[s] = tile.low_slope;
@@ -343,18 +339,16 @@ KVRT_INLINE void scores_with_outliers(float (&scores)[4][4], const u8* run, cons
 #pragma unroll
       for (int i = 0; i < count; ++i) {
         const int s = tile_at(first + i);
-        levels.tile(a[i], words[s], s, may_swap(s));
+        levels.tile(a[i], words[s], s, !is_turned(s));
         make_numbers(a[i], columns[s].x, columns[s].y, columns[s].z, columns[s].w);
       }
-#pragma unroll
-      for (int i = 0; i < count; ++i) write_tile(outliers.room + i * TILE_BYTES, a[i]);
-      outliers.put(j * TILES + first, count);
+      write_with_outliers(a, outliers, j * TILES + first, count);
 #pragma unroll
       for (int i = 0; i < count; ++i) {
         const int s = tile_at(first + i);
         u32(&x)[4] = a[i];
         read_tile(x, outliers.room + i * TILE_BYTES);
-        if (!may_swap(s)) turn_tile(x, tables.turn(j, s));
+        if (is_turned(s)) turn_tile(x, tables.turn(j, s));
         const bool slow = s >= TURNED_TILES;
         ptx::mma_half(slow && FEW_HEADS ? slopes : sums[i % 2], x[0], x[1], x[2], x[3], low[s], high[s]);
         if (slow && !FEW_HEADS) ptx::mma_half(slopes, x[0], x[1], x[2], x[3], low_slope[s], high_slope[s]);

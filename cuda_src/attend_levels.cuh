@@ -15,13 +15,16 @@ struct Entries {
   }
 };
 
+// Of three bits: a word of the tiles (s, 0 ... 2) as that of `tile_word`.
+KVRT_INLINE u32 bytes_of_fields(u32 word) { return ptx::prmt(word, word >> 9, 0x6420); }
+
 // The codes of tile (s, j) in one word. Two and four bits: as in memory. Three bits: a byte of each half of registers 0
 // and 2, then of 1 and 3, with other bits above them.
 template <int BITS>
 KVRT_INLINE u32 tile_word(const Codes<BITS>& codes, int j) {
   if constexpr (BITS == 3) {
     const u32(&w)[3] = codes.words;
-    if (j < 3) return ptx::prmt(w[j], w[j] >> 9, 0x6420);
+    if (j < 3) return bytes_of_fields(w[j]);
     constexpr u32 FIELDS = 0x01C001C0u;
     const u32 last = ptx::pick(0x06000600u, ptx::pick(0x02000200u, w[0] >> 6, w[1] >> 5), w[2] >> 4);
     return ptx::prmt(ptx::pick(FIELDS, w[0], w[2] << 3) >> 6, ptx::pick(FIELDS, w[1], last) >> 6, 0x6420);
@@ -46,7 +49,7 @@ KVRT_INLINE void tile_words(u32 (&words)[TILES], const u8* codes, int j) {
   for (int s = 0; s < TILES; ++s) words[s] = Codes<BITS>::word(codes, s, j);
   if (BITS == 3)
 #pragma unroll
-    for (int s = 0; s < TILES; ++s) words[s] = ptx::prmt(words[s], words[s] >> 9, 0x6420);
+    for (int s = 0; s < TILES; ++s) words[s] = bytes_of_fields(words[s]);
 }
 
 // The columns 2 c + 1 and 2 c + 8 of an operand B change places.

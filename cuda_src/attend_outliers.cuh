@@ -17,6 +17,17 @@ KVRT_INLINE void read_tile(u32 (&a)[4], const u8* tile) {
   for (int r = 0; r < 4; ++r) a[r] = word_of(x, r);
 }
 
+// `count` tiles of numbers go to the room, with the outliers of the tiles from `first` on in their places.
+template <class Outliers>
+KVRT_INLINE void write_with_outliers(const u32 (&a)[Outliers::GROUP][4], const Outliers& outliers, int first,
+                                     int count) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) write_tile(outliers.room + i * TILE_BYTES, a[i]);
+  __syncwarp();
+  outliers.put(first, count);
+  __syncwarp();
+}
+
 #if K_CODEC == 4 && K_SLOTS > 0
 // A lane's outliers of the keys of a page. Tiles are counted 16 tokens by 16 tokens, in the order of `tile_at`.
 struct KeyOutliers {
@@ -47,13 +58,11 @@ struct KeyOutliers {
 
   // Put them into `count` tiles that are in the room, from the page's tile `first` on.
   KVRT_INLINE void put(int first, int count) const {
-    __syncwarp();
 #pragma unroll
     for (int n = 0; n < COUNT; ++n) {
       const u32 place = places[n] - first * TILE_BYTES;
       if (place < u32(count) * TILE_BYTES) *reinterpret_cast<u16*>(room + place) = values[n];
     }
-    __syncwarp();
   }
 };
 #endif
@@ -87,12 +96,10 @@ struct ValueOutliers {
 
   // Put them into `count` tiles of channels that are in the room, from s on.
   KVRT_INLINE void put(int s, int count) const {
-    __syncwarp();
 #pragma unroll
     for (int n = 0; n < HELD; ++n) put_one(held[n], places[n], s, count);
 #pragma unroll 4
     for (int n = HELD; n < V_SLOTS; ++n) put_one(slots[n], place_of(slots[n]), s, count);
-    __syncwarp();
   }
 
  private:

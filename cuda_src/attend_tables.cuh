@@ -15,6 +15,7 @@ static constexpr int BIAS_BYTES = K_BIAS ? 8 * HEAD_DIM * 4 : 0;
 // Tiles from TURNED_TILES on are slow: their channels turn so little within a page that cosines and sines are straight
 // lines there.
 static constexpr bool HAS_SLOW = TURNED_TILES < TILES;
+KVRT_INLINE bool is_turned(int s) { return FORM == VIEW_PRE && s < TURNED_TILES; }
 static constexpr int SLOW_BYTES = HAS_SLOW ? TILES * 4 * 16 : 0;
 static constexpr int LEVELS_BYTES = 32;
 static constexpr int LOOKUP_ROW = 256;

@@ -235,9 +235,7 @@ KVRT_INLINE void add_values_with_outliers(float (&sums)[TILES][4], u8* run, cons
         levels.tile(a[i], words[first + i], first + i, true);
         make_numbers(a[i], half.x, half.y, centre.x, centre.y);
       }
-#pragma unroll
-      for (int i = 0; i < count; ++i) write_tile(outliers.room + i * TILE_BYTES, a[i]);
-      outliers.put(first, count);
+      write_with_outliers(a, outliers, first, count);
 #pragma unroll
       for (int i = 0; i < count; ++i) {
         u32(&x)[4] = a[i];

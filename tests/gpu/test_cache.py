@@ -14,7 +14,7 @@ from kvrt.backends.ops import Ops
 from kvrt.kvstore import Geometry, KVStore
 from tests.helpers.attention_oracle import attended
 from tests.helpers.codecs import rotary_for
-from tests.helpers.stores import new_store
+from tests.helpers.stores import attend, extend, new_store, random_tokens
 
 GEOMETRY = Geometry(num_layers=2, num_kv_heads=2, head_dim=128)
 
@@ -135,18 +135,15 @@ def test_attention_of_warps_that_take_several_pages(
     ops: CpuOps, cuda: CudaOps, spec: str, group: int
 ) -> None:
     # So many heads that a warp has three pages: what it fetches goes round in its memory.
-    geometry, tokens = Geometry(1, 66, 128), 3100
-    rng = np.random.default_rng(4)
-    k, v = rng.normal(0, 1, (2, tokens, geometry.num_kv_heads, 128)).astype(np.float32)
-    q = rng.normal(0, 0.2, (group * geometry.num_kv_heads, 128)).astype(np.float32)
+    geometry = Geometry(1, 66, 128)
+    tokens = random_tokens(3100, geometry)
+    heads = group * geometry.num_kv_heads
+    q = np.random.default_rng(4).normal(0, 0.2, (heads, 128)).astype(np.float32)
     found = []
     for backend in (cuda, ops):
         store = new_store(backend, spec, geometry)
-        with store.extending(tokens):
-            store.extend(0, backend.to_device(k), backend.to_device(v))
-        out = backend.empty(q.shape)
-        backend.attend(backend.to_device(q), store.view(0), 128**-0.5, None, out)
-        found.append(backend.to_host(out).astype(np.float64))
+        extend(store, tokens)
+        found.append(attend(store, q, scale=128**-0.5).astype(np.float64))
     mine, other = found
     assert np.linalg.norm(mine - other) < TOLERANCE * np.linalg.norm(other)
 
