@@ -87,6 +87,11 @@ class ModelConfig:
         return self.qkv_bias and not self.qk_norm
 
     @property
+    def has_windows(self) -> bool:
+        """Whether some layers see the newest tokens alone."""
+        return any(window is not None for window in self.windows)
+
+    @property
     def group_size(self) -> int:
         """Query heads per key/value head."""
         return self.num_heads // self.num_kv_heads

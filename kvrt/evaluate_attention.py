@@ -18,6 +18,7 @@ from threadpoolctl import threadpool_limits
 from .backends.ops import PAGE_TOKENS
 from .errors import CodecError, UsageError
 from .progress import Progress, silent
+from .trizone.store import ZoneStore
 
 if TYPE_CHECKING:
     from .generate import Model
@@ -82,7 +83,7 @@ def attention_errors(
     config, host = model.config, model.ops.to_host
     packed = [replace(spec, sink=0, window=0) for spec in specs]
     for spec in packed:
-        model.new_store(spec)  # refuses what the model cannot have, before any work
+        _page_store(model, spec)  # refuses what the model cannot have, before any work
     sums = np.zeros((len(specs), len(ERRORS), config.num_layers, config.num_heads))
     bits = [0.0] * len(specs)
     for number, ids in enumerate(sequences):
@@ -91,7 +92,7 @@ def attention_errors(
             progress("measure", before + tokens * layer // layers, count * tokens)
 
         with ExitStack() as stack:
-            stores = [model.new_store(spec) for spec in packed]
+            stores = [_page_store(model, spec) for spec in packed]
             for store in stores:
                 stack.enter_context(store.extending(tokens))
 
@@ -113,6 +114,16 @@ def attention_errors(
         AttentionErrors(str(spec), errors / count, count * tokens, width)
         for spec, errors, width in zip(specs, sums, bits)
     ]
+
+
+def _page_store(model: Model, spec: KVSpec) -> KVStore:
+    store = model.new_store(spec)
+    if isinstance(store, ZoneStore):
+        raise UsageError(
+            f"attention errors compare keys token by token, and cache format {spec} forgets some; "
+            "`kvrt eval kld --prompt N` measures it"
+        )
+    return store
 
 
 def _through(store: KVStore, layer: int, k: Any, v: Any) -> tuple[np.ndarray, np.ndarray]:

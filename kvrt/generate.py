@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from .calibrations import Calibrations
     from .chat import Chat
     from .config import ModelConfig
-    from .kvstore import Geometry, KVSpec, KVStore
+    from .kvstore import Geometry, KVSpec
     from .models.decoder import Decoder
+    from .stores import Store
     from .tokenizer import Tokenizer
 
 __all__ = ["FinishReason", "Generation", "Model", "Session", "Step", "Timings", "load"]
@@ -46,7 +47,7 @@ class Model:
         spec: KVSpec,
         max_context: int,
         weight_bytes: int,
-        new_store: Callable[[KVSpec], KVStore],
+        new_store: Callable[[KVSpec], Store],
         sampling: SamplingParams,
         fingerprint: Callable[[], str],
         device: str = "cpu",
@@ -88,7 +89,7 @@ class Model:
         """What tells this model from others: the hash that saved caches and calibrations carry."""
         return self._make_fingerprint()
 
-    def new_store(self, spec: KVSpec | None = None) -> KVStore:
+    def new_store(self, spec: KVSpec | None = None) -> Store:
         """An empty cache of this model's geometry and context limit; None is its own format."""
         with growing((), 0):
             return self._new_store(spec or self.spec)
@@ -304,8 +305,9 @@ def cache_geometry(config: ModelConfig) -> Geometry:
     from .kvstore import Geometry
 
     return Geometry(
-        config.num_layers, config.num_kv_heads, config.head_dim, config.has_constant_key_bias
-    )
+        config.num_layers, config.num_kv_heads, config.head_dim, config.has_constant_key_bias,
+        config.has_windows,
+    )  # fmt: skip
 
 
 def check_gpu_format(geometry: Geometry, spec: KVSpec) -> None:
@@ -324,14 +326,20 @@ def check_gpu_format(geometry: Geometry, spec: KVSpec) -> None:
 
 def _store_maker(
     decoder: Decoder, limit: int, calibrations: Calibrations, debug: bool
-) -> Callable[[KVSpec], KVStore]:
+) -> Callable[[KVSpec], Store]:
     """A function that makes empty caches for a decoder, in any format."""
     from .kvstore import KVStore
+    from .trizone.store import ZoneStore
 
     config = decoder.config
     biases = decoder.key_biases if config.has_constant_key_bias else None
 
-    def new_store(spec: KVSpec) -> KVStore:
+    def new_store(spec: KVSpec) -> Store:
+        if spec.compression is not None:
+            return ZoneStore(
+                cache_geometry(config), spec, decoder.ops, limit,
+                rotary=decoder.rotary, debug=debug,
+            )  # fmt: skip
         if decoder.ops.name == "cuda":
             check_gpu_format(cache_geometry(config), spec)
         return KVStore(

@@ -77,7 +77,8 @@ class Shape:
         """What a cache must know of it."""
         from .kvstore import Geometry
 
-        return Geometry(self.num_layers, self.num_kv_heads, self.head_dim, self.key_bias)
+        windows = self.config is not None and self.config.has_windows
+        return Geometry(self.num_layers, self.num_kv_heads, self.head_dim, self.key_bias, windows)
 
 
 def _config(

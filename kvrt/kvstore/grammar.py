@@ -1,6 +1,7 @@
 """The written form of cache formats: splits a text into its parts and reads each.
 
     SPEC     k=SIDE,v=SIDE[,sink=N][,window=N][,layers[A-B]=SPEC]..., or the name of a preset
+             or POLICY:BUDGET[:OPTION]...[,sink=N][,window=N][,recompress=N] (see `compression`)
     SIDE     CODEC[:OPTION]..., the options in any order
 
 The rules of what goes together are not here but in `spec`.
@@ -54,6 +55,7 @@ _NUQ = ("outliers", "qnorm", "rope")
 _BLOCK = ("rope", "had")
 _DENSE = ("rope",)
 _DECIDES = {option: what for what, options in CHOICES.items() for option in options}
+_COUNTS = ("sink", "window")
 _LAYERS = re.compile(r"layers\s*\[\s*([0-9]+)\s*(?:-\s*([0-9]+)\s*)?\]\s*=(.*)", re.DOTALL)
 
 
@@ -168,15 +170,22 @@ def _codec(name: str, given: dict[str, str], where: str) -> TileCodec:
     )
 
 
-def read_spec(text: str, presets: Iterable[str], *, inner: bool = False) -> SpecFields:
-    """Split a SPEC; its sides are left as texts. `inner`: it is that of an override."""
+def read_spec(
+    text: str, presets: Iterable[str], policies: Sequence[str] = (), *, inner: bool = False
+) -> SpecFields:
+    """Split a SPEC; its sides are left as texts. `inner`: it is that of an override.
+
+    `policies` are names that more may follow, behind a colon.
+    """
     where = f"cache format {quoted(text)}"
     base, *overrides = re.split(r",(?=\s*layers\s*\[)", text)
-    fields = dict(_pairs(base, where, inner))
+    named = base.partition(",")[0].partition(":")[0].strip() in policies
+    counts = (*_COUNTS, "recompress") if named else _COUNTS
+    fields = dict(_pairs(base, where, counts, inner))
     presets = tuple(presets)
     preset = fields.pop("", None)
-    if preset is not None and preset not in presets:
-        raise UsageError(f"unknown cache format {quoted(preset)}{_hint(preset, presets)}")
+    if preset is not None and preset not in presets and not named:
+        raise UsageError(f"unknown cache format {quoted(preset)}{_hint(preset, presets, policies)}")
     for key in ("k", "v"):
         if preset is None and key not in fields:
             raise UsageError(f"{where}: {key}=SIDE is missing, expected k=SIDE,v=SIDE")
@@ -186,12 +195,12 @@ def read_spec(text: str, presets: Iterable[str], *, inner: bool = False) -> Spec
         preset,
         fields.get("k", ""),
         fields.get("v", ""),
-        {key: _count(fields[key], key, where) for key in ("sink", "window") if key in fields},
+        {key: _count(fields[key], key, where) for key in counts if key in fields},
         tuple(_override(part.strip()) for part in overrides),
     )
 
 
-def _pairs(base: str, where: str, inner: bool) -> Iterator[tuple[str, str]]:
+def _pairs(base: str, where: str, counts: Sequence[str], inner: bool) -> Iterator[tuple[str, str]]:
     """The `key=value` parts; a first part without `=` comes with an empty key."""
     seen: set[str] = set()
     for place, part in enumerate(base.split(",")):
@@ -199,19 +208,19 @@ def _pairs(base: str, where: str, inner: bool) -> Iterator[tuple[str, str]]:
         if not sign and place == 0:
             yield "", key
             continue
-        if inner and key in ("sink", "window"):
+        if inner and key in counts:
             raise UsageError(
                 f"{where}: {key} is common to all layers, it goes before the first layers[...]"
             )
         if key.startswith("layers"):
             raise UsageError(f"{where}: expected layers[A-B]=SPEC after k=SIDE,v=SIDE")
-        if key in ("k", "v", "sink", "window") and not sign:
+        if key in ("k", "v", *counts) and not sign:
             raise UsageError(f"{where}: {key} has no value, expected {key}=...")
-        if key not in ("k", "v", "sink", "window"):
+        if key not in ("k", "v", *counts):
             raise UsageError(
                 f"{where}: unknown key {quoted(key, 24)}"
-                f"{did_you_mean(key, ('sink', 'window', 'layers'))}"
-                " (expected k=, v=, sink=, window= or layers[A-B]=)"
+                f"{did_you_mean(key, (*counts, 'layers'))}"
+                f" (expected k=, v=, {'=, '.join(counts)}= or layers[A-B]=)"
             )
         if key in seen:
             raise UsageError(f"{where}: {key} is given twice")
@@ -219,11 +228,15 @@ def _pairs(base: str, where: str, inner: bool) -> Iterator[tuple[str, str]]:
         yield key, value
 
 
-def _hint(name: str, presets: Sequence[str]) -> str:
+def _hint(name: str, presets: Sequence[str], policies: Sequence[str]) -> str:
     if name.partition(":")[0].strip() in CODEC_NAMES:
         return f": this is one side, expected k={quoted(name, 24)[1:-1]},v=SIDE"
-    near = did_you_mean(name, presets)
-    return f"{near} (expected one of {', '.join(presets)}, or k=SIDE,v=SIDE[,sink=N][,window=N])"
+    near = did_you_mean(name, (*presets, *policies))
+    budgets = "".join(f" {policy}:BUDGET," for policy in policies)
+    return (
+        f"{near} (expected one of {', '.join(presets)},{budgets} "
+        "or k=SIDE,v=SIDE[,sink=N][,window=N])"
+    )
 
 
 def _count(value: str, key: str, where: str) -> int:

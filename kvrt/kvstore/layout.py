@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,8 @@ class Geometry:
     num_kv_heads: int
     head_dim: int
     key_bias: bool = False  # whether the key projection has a bias
+    # Whether some layers see the newest tokens alone, which no byte of a cache tells.
+    windows: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if min(self.num_layers, self.num_kv_heads, self.head_dim) < 1:

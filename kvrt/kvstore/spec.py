@@ -5,14 +5,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ..backends.ops import PAGE_TOKENS
 from ..errors import UnsupportedError, UsageError
+from . import compression as prompts
 from .codecs import Dense, IntQ, Nuq, TileCodec
-from .grammar import CODEC_NAMES, MAX_LAYERS, MAX_TOKENS, Key, Rope, read_side, read_spec
+from .compression import Compression
+from .grammar import (
+    CODEC_NAMES,
+    MAX_LAYERS,
+    MAX_TOKENS,
+    Key,
+    Rope,
+    SpecFields,
+    read_side,
+    read_spec,
+)
 
 if TYPE_CHECKING:
     from .layout import Geometry
@@ -107,7 +118,8 @@ class KVSpec:
 
     `k`, `v`: the form of sealed pages, of all layers that no override names; `sink`: first tokens
     kept exact for ever; `window`: the newest tokens, at least so many of which are exact.
-    `overrides` are sorted by layer.
+    `overrides` are sorted by layer. With `compression` both sides are f16, and pages are not
+    sealed: tokens stay exact until a prompt's end, where `compression` says what is kept of them.
     """
 
     k: Side
@@ -115,9 +127,12 @@ class KVSpec:
     sink: int = 0
     window: int = 0
     overrides: tuple[Override, ...] = ()
+    compression: Compression | None = None
 
     def __post_init__(self) -> None:
         check_values(self.v)
+        if self.compression is not None:
+            self._check_compression()
         for key, count in (("sink", self.sink), ("window", self.window)):
             if not 0 <= count <= MAX_TOKENS:
                 raise UsageError(f"cache format: {key} must be 0 to {MAX_TOKENS}, got {count}")
@@ -136,7 +151,9 @@ class KVSpec:
 
         Raises UsageError, UnsupportedError for what cannot go together; both name what works.
         """
-        fields = read_spec(text.strip(), PRESET_TEXTS)
+        fields = read_spec(text.strip(), PRESET_TEXTS, prompts.POLICIES)
+        if fields.preset is not None and prompts.is_compression(fields.preset):
+            return cls._compressing(fields)
         if fields.preset is None:
             k, v, counts = Side.parse(fields.k, "k"), Side.parse(fields.v, "v"), fields.counts
         else:
@@ -148,10 +165,47 @@ class KVSpec:
         )
         return cls(k, v, counts.get("sink", 0), counts.get("window", 0), overrides)
 
+    @classmethod
+    def _compressing(cls, fields: SpecFields) -> KVSpec:
+        """A format that compresses prompts."""
+        compression = Compression.parse(fields.preset or "")
+        if fields.overrides:
+            first, last, _ = fields.overrides[0]
+            raise UnsupportedError(
+                f"cache format {compression}: it compresses all layers, so layers[{first}-{last}] "
+                "cannot have a format of its own"
+            )
+        counts = dict(fields.counts)
+        compression = replace(compression, recompress=counts.get("recompress"))
+        exact = Side(Dense("f16"))
+        sink, window = counts.get("sink", prompts.SINK), counts.get("window", prompts.WINDOW)
+        return cls(exact, exact, sink, window, compression=compression)
+
+    def _check_compression(self) -> None:
+        recompress = None if self.compression is None else self.compression.recompress
+        if self.overrides or {self.k, self.v} != {Side(Dense("f16"))}:
+            raise UsageError(
+                f"cache format {self.compression}: it says how keys and values are kept, so "
+                "k=SIDE, v=SIDE and layers[...] cannot go with it"
+            )
+        least = self.sink + self.window + PAGE_TOKENS
+        if recompress is not None and recompress < least:
+            raise UsageError(
+                f"cache format {self.compression}: recompress must be at least sink + window + "
+                f"{PAGE_TOKENS} = {least} tokens, got {recompress}"
+            )
+
     def __str__(self) -> str:
         for name, preset in PRESETS.items():
             if preset == self:
                 return name
+        if self.compression is not None:
+            parts = [str(self.compression)]
+            parts += [f"sink={self.sink}"] * (self.sink != prompts.SINK)
+            parts += [f"window={self.window}"] * (self.window != prompts.WINDOW)
+            recompress = self.compression.recompress
+            parts += [] if recompress is None else [f"recompress={recompress}"]
+            return ",".join(parts)
         text = f"k={self.k},v={self.v}"
         if self.sink:
             text += f",sink={self.sink}"
@@ -186,6 +240,8 @@ class KVSpec:
                 f"cache format {self}: sink + window are {self.sink + self.window:,} tokens, more "
                 f"than this model's context of {context:,}"
             )
+        if self.compression is not None:
+            self.compression.check(geometry)
         covered = 0
         for override in self.overrides:
             if override.last >= geometry.num_layers:

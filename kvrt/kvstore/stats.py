@@ -9,6 +9,7 @@ from functools import lru_cache
 from ..backends.ops import PAGE_TOKENS
 from ..backends.view import LAYER_SETTINGS
 from .basis import needs_bases
+from .compression import EXACT_BYTES, Compression
 from .layout import Geometry, PageLayout
 from .spec import KVSpec
 
@@ -41,13 +42,23 @@ class StoreStats:
 
 
 def sealed_pages(spec: KVSpec, tokens: int) -> int:
-    """Pages sealed once so many tokens are cached: a function of the length alone."""
+    """Pages sealed once so many tokens are cached: a function of the length alone.
+
+    None in formats that compress prompts.
+    """
+    if spec.compression is not None:
+        return 0
     return max(0, tokens - spec.sink - spec.window) // PAGE_TOKENS
 
 
 def tail_rows(spec: KVSpec) -> int:
     """Slots of the tail ring: window + one page, in whole pages so that a page never wraps."""
     return -(-(spec.window + PAGE_TOKENS) // PAGE_TOKENS) * PAGE_TOKENS
+
+
+def exact_rows(tokens: int) -> int:
+    """Tokens that zone C has room for when it holds so many: whole pages, one at least."""
+    return max(-(-tokens // PAGE_TOKENS), 1) * PAGE_TOKENS
 
 
 def table_entries(pages: int) -> int:
@@ -94,7 +105,13 @@ def _angle_bytes(geometry: Geometry, spec: KVSpec, pages: int) -> int:
 
 
 def stats_for(geometry: Geometry, spec: KVSpec, tokens: int) -> StoreStats:
-    """What a store of so many tokens holds."""
+    """What a store of so many tokens holds.
+
+    In a format that compresses prompts they are one prompt, and this is the most it may hold: what
+    is left of a budget is less than the smallest step of each head.
+    """
+    if spec.compression is not None:
+        return _compressed_stats(geometry, spec, spec.compression, tokens)
     pages = sealed_pages(spec, tokens)
     settings = geometry.num_layers * LAYER_SETTINGS * 8
     floats = [codec_floats(layout) for layout in layouts(geometry, spec)]
@@ -110,8 +127,34 @@ def stats_for(geometry: Geometry, spec: KVSpec, tokens: int) -> StoreStats:
     )
 
 
+def _compressed_stats(
+    geometry: Geometry, spec: KVSpec, compression: Compression, tokens: int
+) -> StoreStats:
+    heads = geometry.num_layers * geometry.num_kv_heads
+    row = EXACT_BYTES * geometry.head_dim
+    budget, exact = compression.budget_bytes(tokens, geometry.head_dim), spec.sink + spec.window
+    packed, rows, directories = 0, tokens, 0
+    if tokens > exact and budget < row * tokens:
+        packed, rows = max(budget - row * exact, 0), exact
+        directories = (geometry.num_kv_heads + 1) * 8 * geometry.num_layers
+    numbers = 2 * (tokens - rows) * heads * geometry.head_dim
+    return StoreStats(
+        tokens=tokens,
+        sealed_tokens=tokens - rows,
+        page_bytes=packed * heads,
+        tail_bytes=row * exact_rows(rows) * heads,
+        sink_bytes=0,
+        table_bytes=geometry.num_layers * LAYER_SETTINGS * 8 + directories,
+        codec_bytes=0,
+        bits_per_element=8 * (packed * heads + directories) / numbers if numbers else 16.0,
+    )
+
+
 def estimate(geometry: Geometry, spec: KVSpec, tokens: int) -> int:
-    """Bytes of a store that holds so many tokens; equals `KVStore.stats().bytes`."""
+    """Bytes of a store that holds so many tokens; equals `KVStore.stats().bytes`.
+
+    In a format that compresses prompts, at most: see `stats_for`.
+    """
     return stats_for(geometry, spec, tokens).bytes
 
 
