@@ -132,6 +132,13 @@ class TensorFile:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor of one axis or more. Raises StorageError where there is none."""
+        entry = self._entries.get(name)
+        if entry is None or not entry.shape:
+            raise self.damaged(f"tensor {name} is absent, or a single number")
+        return entry.shape
+
     def read(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
         """A whole tensor. Raises StorageError where it is absent or not of this type and shape."""
         array = np.empty(shape, dtype)

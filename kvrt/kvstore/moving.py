@@ -29,6 +29,10 @@ class Movable(Readable):
     @abstractmethod
     def _make_tables(self, slabs: Any) -> tuple[Any, Any | None]: ...
 
+    def cut(self, tokens: int) -> int:
+        """The most tokens, up to `tokens`, that `truncate` can keep: as many."""
+        return tokens
+
     def truncate(self, tokens: int) -> None:
         """Keep the first `tokens` tokens.
 

@@ -1,9 +1,7 @@
 """Save and load a store: a safetensors file of every byte that holds a token.
 
-Tensors: `pages` (pages, bytes of all layers) U8 as they are sealed; for each layer i and side (k or
-v) `layers.i.k.sinks`, `layers.i.k.tail` (num_kv_heads, tokens, head_dim) in order of position, and
-`layers.i.k.scales`, what the codec measured on the first sealed page; `token_ids` (tokens,) I32 if
-they are given. What is empty is left out. The metadata say what must agree for these bytes to mean
+Tensors: those that the store names (`saving`, `trizone.saving`), and `token_ids` (tokens,) I32 if
+they are given. The metadata say what must agree for these bytes to mean
 anything: model, geometry, RoPE, bias of the keys, format, fitted tables.
 """
 
@@ -11,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import numpy as np
@@ -24,8 +22,9 @@ from ..fields import shown
 from ..tensor_file import Tensor, TensorFile, write_tensors
 from .layout import FORMAT_VERSION
 from .spec import KVSpec
-from .stats import sealed_pages
-from .store import KVStore
+
+if TYPE_CHECKING:
+    from ..stores import Store
 
 FORMAT = "kvrt-cache"
 
@@ -45,13 +44,13 @@ _DIFFERENCES = {
 class Loaded:
     """What a file held: the store, the ids of its tokens if they were given, all metadata."""
 
-    store: KVStore
+    store: Store
     token_ids: list[int] | None
     metadata: dict[str, str]
 
 
 def save_store(
-    store: KVStore,
+    store: Store,
     path: Path,
     *,
     model: str = "",
@@ -63,13 +62,7 @@ def save_store(
     `model` identifies what made the keys and values; `metadata` are further texts by name, of which
     `model_name` appears in messages. Raises StorageError.
     """
-    parts = store.parts()
-    tensors = {}
-    if parts.slabs:
-        size = (len(parts.slabs), parts.layers.slab_bytes)
-        tensors["pages"] = Tensor(_U8, size, lambda: map(store.ops.to_host, parts.slabs))
-    for name, array, where, shape in _regions(store):
-        tensors[name] = Tensor(array.dtype, shape, _Copy(store, array, where))
+    tensors, texts = store.saved()
     if token_ids:
         tensors["token_ids"] = Tensor.of(np.asarray(token_ids, _I32))  # (tokens,)
     checksum = 0
@@ -82,7 +75,7 @@ def save_store(
         "tokens": str(len(store)),
         "crc32": str(checksum),
     }
-    header = {**(metadata or {}), **own, **_identity(store, model)}
+    header = {**(metadata or {}), **texts, **own, **_identity(store, model)}
     write_tensors(path, {**header, _HEADER_CRC: _checksum(header)}, tensors)
 
 
@@ -95,21 +88,15 @@ def _checksum(header: Mapping[str, str]) -> str:
     return str(crc32(json.dumps(rest, sort_keys=True).encode()))
 
 
-def load_store(path: Path, like: KVStore, *, model: str = "") -> Loaded:
+def load_store(path: Path, like: Store, *, model: str = "") -> Loaded:
     """A new store of the kind of `like`, which stays as it is, with what a file holds.
 
     Raises StorageError for a file that cannot be read or is damaged, UnsupportedError for one of
     another model, geometry, RoPE, format or calibration, ContextFullError where it does not fit.
     """
     with TensorFile(path) as file:
-        tokens = _check(file, like, model)
-        store, token_ids = like.empty_twin(), None
-        to_device = store.ops.to_device
-        size = (sealed_pages(store.spec, tokens), store.parts().layers.slab_bytes)
-        pages = file.rows("pages", _U8, size) if size[0] else ()
-        store.adopt(tokens, [to_device(page) for page in pages])
-        for name, array, where, shape in _regions(store):
-            array[where] = to_device(file.read(name, array.dtype, shape))
+        tokens, token_ids = _check(file, like, model), None
+        store = like.restored(file, tokens)
         if "token_ids" in file:
             token_ids = file.read("token_ids", _I32, (tokens,)).tolist()
         if file.metadata.get("crc32") != str(file.crc32):
@@ -119,46 +106,9 @@ def load_store(path: Path, like: KVStore, *, model: str = "") -> Loaded:
         return Loaded(store, token_ids, file.metadata)
 
 
-_Region = tuple[str, Any, Any, tuple[int, ...]]
-
-
-def _regions(store: KVStore) -> Iterator[_Region]:
-    """What holds tokens outside of pages: a name, and array[where] of a shape. Nothing is empty."""
-    parts = store.parts()
-    layers, every = parts.layers, slice(None)
-    for kind, arrays, rows, count in (
-        ("sinks", layers.sink_arrays, slice(parts.sinks), parts.sinks),
-        ("tail", layers.tail_arrays, parts.tail_slots, len(parts.tail_slots)),
-    ):
-        for index, array in enumerate(arrays if count else ()):
-            heads, _, dim = array.shape
-            yield _name(index, kind), array, (every, rows), (heads, count, dim)
-    # Without a page they are measured anew, on the next one.
-    for index, array in enumerate(layers.state_arrays if parts.slabs else ()):
-        if array.size:
-            yield _name(index, "scales"), array, every, array.shape
-
-
-def _name(index: int, kind: str) -> str:
-    layer, side = divmod(index, 2)
-    return f"layers.{layer}.{'kv'[side]}.{kind}"
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """Gives a part of an array of a store's, copied to the host only when asked for."""
-
-    store: KVStore
-    array: Any
-    where: Any
-
-    def __call__(self) -> list[np.ndarray]:
-        return [self.store.ops.to_host(self.array[self.where])]
-
-
-def _identity(store: KVStore, model: str) -> dict[str, str]:
+def _identity(store: Store, model: str) -> dict[str, str]:
     """What must be the same where the bytes are read."""
-    parts, geometry, ops = store.parts(), store.geometry, store.ops
+    geometry, ops = store.geometry, store.ops
     rotary = store.rotary
     # Rounded, since the last bit of a power may differ from machine to machine.
     numbers = [] if rotary is None else [rotary.amplitude, *rotary.frequencies]
@@ -169,7 +119,7 @@ def _identity(store: KVStore, model: str) -> dict[str, str]:
         "rope": _digest([np.array(numbers, np.float32)] if numbers else []),
         "key_bias": _digest(ops.to_host(bias) for bias in store.key_bias or ()),
         "spec": _spelled(store.spec),
-        "tables": _digest(ops.to_host(table) for table in parts.layers.table_arrays if table.size),
+        "tables": _digest(ops.to_host(table) for table in store.fitted_tables()),
     }
 
 
@@ -184,12 +134,15 @@ def _digest(arrays: Iterable[Any]) -> str:
 
 def _spelled(spec: KVSpec) -> str:
     """A spec in the grammar, in full: what a preset's name means may change."""
-    overrides = (f",layers[{o.layers}]=k={o.k},v={o.v}" for o in spec.overrides)
     counts = f"sink={spec.sink},window={spec.window}"
+    if spec.compression is not None:
+        more = spec.compression.recompress
+        return f"{spec.compression},{counts}{'' if more is None else f',recompress={more}'}"
+    overrides = (f",layers[{o.layers}]=k={o.k},v={o.v}" for o in spec.overrides)
     return f"k={spec.k},v={spec.v},{counts}{''.join(overrides)}"
 
 
-def _check(file: TensorFile, like: KVStore, model: str) -> int:
+def _check(file: TensorFile, like: Store, model: str) -> int:
     """Tokens in the file, if it is one for such a store."""
     path, metadata = file.path, file.metadata
     if metadata.get("format") != FORMAT:

@@ -23,8 +23,8 @@ from .basis import Basis
 from .checks import check_complete, check_count, check_finite, check_layer, check_rows
 from .layers import Layers
 from .layout import Geometry
-from .moving import Movable
 from .rotary import Rotary
+from .saving import Savable
 from .spec import KVSpec
 from .state import Parts, State
 from .stats import (
@@ -44,7 +44,7 @@ GROWTH = 16
 """Pages whose memory is asked for at once."""
 
 
-class KVStore(Movable):
+class KVStore(Savable):
     """Keys and values of one sequence, in the format of a `KVSpec`.
 
     A decode step is `append` and attention on `view` layer by layer, then `advance()`. Many
@@ -75,6 +75,8 @@ class KVStore(Movable):
         if max_tokens < 1:
             raise CodecError(f"a store must hold at least one token, got max_tokens={max_tokens}")
         spec.check(geometry)
+        if spec.compression is not None:
+            raise CodecError(f"cache format {spec} keeps no pages: use a ZoneStore")
         self.geometry = geometry
         self.spec = spec
         self.ops = ops
