@@ -45,6 +45,56 @@ def check_attend_causal(q: Array, keys: Array, values: Array) -> None:
         raise KernelError(f"attend_causal: q {q.shape}, keys {keys.shape}, values {values.shape}")
 
 
+def check_attention_received(q: Array, keys: Array, out: Array) -> None:
+    n, heads, dim = q.shape
+    total, kv_heads, _ = keys.shape
+    fits = keys.shape[2] == dim and out.shape == (kv_heads, total)
+    if n > total or heads % kv_heads or not fits:
+        raise KernelError(f"attention_received: q {q.shape}, keys {keys.shape}, out {out.shape}")
+
+
+def check_value_errors(values: Array, out: Array) -> None:
+    count, kv_heads, dim = values.shape
+    if dim % 16 or out.shape != (4, kv_heads, count):
+        raise KernelError(f"value_errors: values {values.shape}, out {out.shape}")
+
+
+def check_key_errors(keys: Array, firsts: Array, counts: Array, heads: Array, out: Array) -> None:
+    _, kv_heads, dim = keys.shape
+    of_blocks = firsts.shape == counts.shape == heads.shape
+    if dim % 16 or not of_blocks or out.shape != (kv_heads, dim, 4):
+        raise KernelError(
+            f"key_errors: keys {keys.shape}, firsts {firsts.shape}, counts {counts.shape}, "
+            f"heads {heads.shape}, out {out.shape}"
+        )
+
+
+def check_pack_zones(keys: Array, values: Array, firsts: Array, heads: Array, units: Array) -> None:
+    of_blocks = firsts.shape == heads.shape and units.shape == (len(firsts), 4)
+    if keys.shape[2] % 16 or keys.shape != values.shape or not of_blocks:
+        raise KernelError(
+            f"pack_zones: keys {keys.shape}, values {values.shape}, firsts {firsts.shape}, "
+            f"heads {heads.shape}, units {units.shape}"
+        )
+
+
+def check_unpack_zones(units: Array, heads: Array, rows: Array, out: Array) -> None:
+    of_blocks = heads.shape == rows.shape and units.shape == (len(heads), 4)
+    if out.shape[2] % 16 or not of_blocks:
+        raise KernelError(
+            f"unpack_zones: units {units.shape}, heads {heads.shape}, rows {rows.shape}, "
+            f"out {out.shape}"
+        )
+
+
+def check_zone_window(window: int | None) -> None:
+    if window is not None:
+        raise KernelError(
+            f"attend: a sliding window of {window} needs the order of tokens, which zones do not "
+            "keep; formats without a budget have it"
+        )
+
+
 def check_attend(q: Array, view: PageView, out: Array) -> None:
     heads, dim = q.shape
     if dim != view.head_dim or heads % view.num_kv_heads or out.shape != q.shape:

@@ -12,14 +12,16 @@ from ..errors import KernelError, UsageError
 from . import cpu_probe, memory
 from .checks import (
     check_attend_causal,
+    check_attention_received,
     check_linear,
     check_rmsnorm,
     check_rope,
     check_swiglu,
     token_of,
 )
-from .cpu_cache import FEW_ROWS, CacheOps, Tensor, address_of
+from .cpu_cache import FEW_ROWS, Tensor, address_of
 from .cpu_math import KINDS
+from .cpu_zones import ZoneOps
 from .native import Kernels, library_name, processor_name
 from .ops import Linear, Matrix, Norm, RandomMatrix
 from .view import Extent
@@ -32,6 +34,9 @@ _WIDEN_ELEMENTS = 1 << 17
 
 _SCORE_ELEMENTS = 1 << 17
 """Prefill attention holds so many scores at once for each thread (512 KiB)."""
+
+_RECEIVED_ELEMENTS = 1 << 26
+"""What tokens receive is summed up from at most so many scores at once (256 MiB in all)."""
 
 
 def available_threads() -> int:
@@ -48,7 +53,7 @@ def check_threads(threads: int | None) -> None:
         raise UsageError(f"threads must be 1 to {most} on this machine, got {threads}")
 
 
-class CpuOps(CacheOps):
+class CpuOps(ZoneOps):
     """`Ops` on NumPy arrays. See the protocol for shapes."""
 
     name = "cpu"
@@ -290,6 +295,34 @@ class CpuOps(CacheOps):
                 np.matmul(scores, v[low:seen], out=queries)
 
         self._each(one_head, range(heads))
+
+    def attention_received(self, q: Tensor, keys: Tensor, scale: float, out: Tensor) -> None:
+        check_attention_received(q, keys, out)
+        n, heads, _ = q.shape
+        total, kv_heads, _ = keys.shape
+        if not n:
+            return
+        group, first = heads // kv_heads, total - n
+        room = _RECEIVED_ELEMENTS // (min(self.threads, kv_heads) * total)
+        step = min(max(_SCORE_ELEMENTS // total, 16), 256, max(room, 1), n)
+        ones = np.ones(step, np.float32)  # (step,)
+
+        def one_head(kv_head: int) -> None:
+            # One job adds all that a head's tokens receive, so that the sums have one order.
+            buffer = self._own_buffer("scores", step * total)
+            k, received = keys[:, kv_head], out[kv_head]  # (total, dim), (total,)
+            for head in range(kv_head * group, (kv_head + 1) * group):
+                for start in range(0, n, step):
+                    count = min(step, n - start)
+                    seen = first + start + count
+                    scores = buffer[: count * seen].reshape(count, seen)
+                    np.matmul(q[start : start + count, head], k[:seen].T, out=scores)
+                    self.kernels.softmax_causal(
+                        count, count, buffer.address, seen, scale, first + start, 0, 0
+                    )
+                    received[:seen] += ones[:count] @ scores
+
+        self._each(one_head, range(kv_heads))
 
     def _own_buffer(self, use: str, size: int) -> Tensor:
         """A buffer of at least `size` floats that belongs to the calling thread."""

@@ -50,7 +50,7 @@ def _sum_rows(dim, low, tokens, group, tile_at, weights, acc_at):
 
 
 @jit.device
-def _scores(dim, low, tokens, group, q_at, tile_at, weights, add):
+def key_scores(dim, low, tokens, group, q_at, tile_at, weights, add):
     if dim == 64:
         _inner_products(64, low, tokens, group, q_at, tile_at, weights, add)
     elif dim == 128:
@@ -60,7 +60,7 @@ def _scores(dim, low, tokens, group, q_at, tile_at, weights, add):
 
 
 @jit.device
-def _values_by_token(dim, low, tokens, group, tile_at, weights, acc_at):
+def values_by_token(dim, low, tokens, group, tile_at, weights, acc_at):
     if dim == 64:
         _sum_rows(64, low, tokens, group, tile_at, weights, acc_at)
     elif dim == 128:
@@ -85,7 +85,7 @@ def _values_by_channel(dim, group, tile_at, weights, acc_at):
 
 
 @jit.device
-def _softmax_step(low, tokens, group, factor, weights, peaks, totals, acc):
+def softmax_step(low, tokens, group, factor, weights, peaks, totals, acc):
     """Turn scores low ... tokens - 1 into weights of the running softmax; rescale the past."""
     for g in range(group):
         row = weights[g, low:tokens]
@@ -142,7 +142,7 @@ def _turn_rows(tile, tokens, turns):
 
 
 @jit.device
-def _combine(head, splits, group, dim, partials, sums, block, out):
+def combine(head, splits, group, dim, partials, sums, block, out):
     """out (heads, dim) of one KV head's queries = its splits' partial states, merged."""
     parts = jit.array(partials, ((head + 1) * splits, group, dim), np.float32)
     states = jit.array(sums, ((head + 1) * splits, 2, group), np.float32)
@@ -252,11 +252,11 @@ def build_attend(codecs: ModuleType) -> None:
                 if info[view.FORM] == view.PRE:
                     _turn_rows(tile, count, info[view.TURNS])
                 asked = jit.address_of(packed if is_page else exact)
-                _scores(dim, low, count, group, asked, tile_at, weights, False)
+                key_scores(dim, low, count, group, asked, tile_at, weights, False)
                 if info[view.KEY_BIAS]:
                     asked = jit.address_of(against_bias)
-                    _scores(dim, low, count, group, asked, info[view.TURNS], weights, True)
-                _softmax_step(low, count, group, np.float32(scale), weights, peaks, totals, acc)
+                    key_scores(dim, low, count, group, asked, info[view.TURNS], weights, True)
+                softmax_step(low, count, group, np.float32(scale), weights, peaks, totals, acc)
                 if is_page:
                     codecs.decode_at(tile_at, page_at, info, value_side, 1, head)
                 else:
@@ -264,11 +264,11 @@ def build_attend(codecs: ModuleType) -> None:
                 if is_page and not by_token:
                     _values_by_channel(dim, group, tile_at, weights, acc_at)
                 else:
-                    _values_by_token(dim, low, count, group, tile_at, weights, acc_at)
+                    values_by_token(dim, low, count, group, tile_at, weights, acc_at)
             if jit.atomic_add(arrivals + head * 8, 1) == splits - 1:
                 jit.array(arrivals + head * 8, (1,), np.int64)[0] = 0
                 hadamard = info[view.VALUE_HADAMARD]
-                _combine(head, splits, group, dim, partials, sums, hadamard, out)
+                combine(head, splits, group, dim, partials, sums, hadamard, out)
 
     jit.kernel(attend)
 

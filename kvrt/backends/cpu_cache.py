@@ -86,6 +86,24 @@ class CacheOps:
         check_attend(q, view, out)
         blocks = extent.pages + -(-(extent.sinks + extent.tail_tokens) // PAGE_TOKENS)
         splits = 1 if self.threads == 1 else max(1, min(blocks, 8 * self.threads // kv_heads))
+        partials, sums, arrivals = self._split_states(kv_heads, splits, group, dim)
+        tokens = extent.sinks + extent.pages * PAGE_TOKENS + extent.tail_tokens
+        first = 0 if window is None else max(tokens - window, 0)
+        self.kernels.attend(
+            kv_heads * splits, 1, address_of(q), group, scale, splits,
+            self._thread_scratch(cpu_attn.attend_bytes(dim, group)), partials, sums,
+            arrivals, address_of(out), view.address,
+            extent.sinks, extent.table_address, extent.pages, extent.tail_tokens,
+            extent.tail_slot, extent.bases_address, first,
+        )  # fmt: skip
+
+    def _split_states(
+        self, kv_heads: int, splits: int, group: int, dim: int
+    ) -> tuple[int, int, int]:
+        """Addresses of what each split of a head leaves, and of who has arrived; see `attend`.
+
+        Outputs (items, group, dim) f32; maxima and totals (items, 2, group) f32; (kv_heads,) i64.
+        """
         items = kv_heads * splits
         states = items * group * (dim + 2)
         if self._partials.size < states:
@@ -93,16 +111,7 @@ class CacheOps:
         if len(self._arrivals) < kv_heads:
             self._arrivals = np.zeros(kv_heads, np.int64).view(Tensor)  # (kv_heads,)
         partials = self._partials.address
-        sums = partials + items * group * dim * 4
-        tokens = extent.sinks + extent.pages * PAGE_TOKENS + extent.tail_tokens
-        first = 0 if window is None else max(tokens - window, 0)
-        self.kernels.attend(
-            items, 1, address_of(q), group, scale, splits,
-            self._thread_scratch(cpu_attn.attend_bytes(dim, group)), partials, sums,
-            self._arrivals.address, address_of(out), view.address,
-            extent.sinks, extent.table_address, extent.pages, extent.tail_tokens,
-            extent.tail_slot, extent.bases_address, first,
-        )  # fmt: skip
+        return partials, partials + items * group * dim * 4, self._arrivals.address
 
     def _thread_scratch(self, nbytes: int) -> int:
         """The address of so many bytes for each thread; valid until the next call."""

@@ -38,6 +38,8 @@ KERNEL_MODULES = (
     "kvrt.backends.cpu_kernels",
     "kvrt.backends.cpu_attn",
     "kvrt.backends.cpu_probe",
+    "kvrt.backends.cpu_zone_store",
+    "kvrt.backends.cpu_zone_attn",
     "kvrt.kvstore.codecs.dispatch",
 )
 """Modules whose import registers kernels. The last brings those of every codec."""

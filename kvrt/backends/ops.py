@@ -5,6 +5,7 @@ Activations are float32, row-major, one row a token. A backend knows no model an
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
@@ -70,6 +71,11 @@ class Ops(Protocol):
     @property
     def hardware(self) -> str:
         """The processor's own name."""
+        ...
+
+    @property
+    def xp(self) -> ModuleType:
+        """The module of its arrays' functions: NumPy or CuPy."""
         ...
 
     @property
@@ -159,10 +165,21 @@ class Ops(Protocol):
         """
         ...
 
+    def attention_received(self, q: Array, keys: Array, scale: float, out: Array) -> None:
+        """out (kv_heads, m) += the weight that each key receives in causal attention.
+
+        q (n, heads, head_dim) belongs to the last n of keys (m, kv_heads, head_dim). Summed over
+        the n queries and the heads of a group, always in the same order; no n x m matrix is held.
+        """
+        ...
+
     def attend(
         self, q: Array, view: PageView, scale: float, window: int | None, out: Array
     ) -> None:
-        """Attention of one token over everything in the view: q, out (heads, head_dim)."""
+        """Attention of one token over everything in the view: q, out (heads, head_dim).
+
+        A view with zones takes no window: what is in them has no order.
+        """
         ...
 
     # A decode step
@@ -253,4 +270,42 @@ class Ops(Protocol):
         self, view: PageView, is_value: bool, first_page: int, count: int, out: Array
     ) -> None:
         """out (count * 64, kv_heads, head_dim) f32 = one side of pages, in the cache's basis."""
+        ...
+
+    # Zones: blocks of kept tokens at widths of their own, see kvrt/trizone/layout.py. Per block,
+    # `firsts` (units,) i64 says where its tokens begin in a list of rows of keys and values
+    # (kept,) i64, which has them in the block's order; `heads` (units,) i64 is its KV head;
+    # `units` (units, 4) i64 its row of the directory: addresses of its run and of its head's
+    # channels, and the counts of tokens and of channels by width, 16 bits each.
+
+    def value_errors(self, values: Array, out: Array) -> None:
+        """out (4, kv_heads, n) f32 = sum x^2 of each token, and its squared errors at 2, 4, 8 bits.
+
+        values (n, kv_heads, head_dim). Sums go channel by channel in float32.
+        """
+        ...
+
+    def key_errors(
+        self, keys: Array, tokens: Array, firsts: Array, counts: Array, heads: Array, out: Array
+    ) -> None:
+        """out (kv_heads, head_dim, 4) f64 = as `value_errors`, of each channel over kept tokens.
+
+        keys (n, kv_heads, head_dim); counts (units,) i64 are the tokens of the blocks. Sums go
+        token by token in float32 inside a block, then block by block in float64.
+        """
+        ...
+
+    def pack_zones(
+        self, keys: Array, values: Array, tokens: Array, firsts: Array, heads: Array, units: Array
+    ) -> None:
+        """Write the runs of blocks, which are zeros; keys, values (n, kv_heads, head_dim)."""
+        ...
+
+    def unpack_zones(
+        self, units: Array, heads: Array, rows: Array, is_value: bool, out: Array
+    ) -> None:
+        """out (m, kv_heads, head_dim): rows rows[u], ... of head heads[u] = tokens of block u.
+
+        In the block's order; rows (units,) i64. Channels of K that are not kept are zeros.
+        """
         ...

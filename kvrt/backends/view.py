@@ -33,7 +33,9 @@ LAYER_SETTINGS = 64
     TURNS,  # address of (64, 2, DIM / 2) f32, cos and sin of the offsets in a block of 64, or 0
     KEY_NORM,  # address of (HEADS, DIM) f32 to multiply into queries of packed keys, or 0
     QUICK,  # of the DIM / 2 pairs of channels, the first so many turn much within a page
-) = range(20)
+    ZONE_UNITS,  # address of (units, 4) i64, the blocks of the zones; 0: none
+    ZONE_STARTS,  # address of (HEADS + 1,) i64, where each head's blocks begin
+) = range(22)
 KEY_SIDE, VALUE_SIDE = 32, 48
 SIDE_SETTINGS = 16
 """Integers that describe the codec of one side, from KEY_SIDE and VALUE_SIDE on."""
@@ -113,6 +115,7 @@ class PageView:
     settings: Any  # (LAYER_SETTINGS,) i64, on the host
     address: int
     surveys: tuple[str, str]  # of K and V: "never", "first" or "every" page
+    zones: bool = False  # whether packed tokens lie in zones, beside a tail that is no ring
 
     @property
     def num_kv_heads(self) -> int:

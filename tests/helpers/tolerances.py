@@ -44,6 +44,9 @@ TOLERANCES: Mapping[tuple[str, str], Tolerance] = {
     ("attend", "int8"): Tolerance(
         0.04, 0.0, "1.5 times what half a step of 1/60 of keys and values does, 0.027 at most"
     ),
+    ("unpack", "f32"): Tolerance(1e-6, 2e-7, "a code's number with one rounding or with two"),
+    ("received", "f32"): Tolerance(1e-5, 1e-5, "float32 scores up to 30 give 2e-6 in exp"),
+    ("received", "sum"): Tolerance(1e-3, 1e-5, "sums of up to 500 float32 numbers above 1"),
     ("tail", "f16"): Tolerance(
         0.0, 5e-4, "2^-11, of a number's size at most, when it goes from a page to the tail"
     ),

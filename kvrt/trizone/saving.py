@@ -1,0 +1,113 @@
+"""How a store of zones is written to a file, and read again.
+
+Tensors, for each layer i: `layers.i.k.exact`, `layers.i.v.exact` (num_kv_heads, rows, head_dim)
+F16, zone C; and for each segment s of it `layers.i.zones.s` (bytes,) U8, its memory as it is,
+`layers.i.blocks.s` (units, 5) I64, head and tokens by width of each block, `layers.i.channels.s`
+(num_kv_heads, 4) I64, channels by width. Where a block begins follows from these. The text `zones`
+says how many tokens are exact, how many are frozen, and of each layer's segments the candidates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from ..backends.ops import Ops
+from ..errors import CodecError
+from ..kvstore.saving import Copy
+from ..tensor_file import Tensor, TensorFile
+from .layout import WIDTHS, check_counts
+from .segment import Directory, Segment, lay_out
+from .state import EXACT, State, Zones, exact_arrays
+
+_I64, _U8 = np.dtype(np.int64), np.dtype(np.uint8)
+
+
+def saved_state(state: State, ops: Ops) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and texts by name."""
+    tensors: dict[str, Tensor] = {}
+    for layer, zones in enumerate(state.layers):
+        heads, _, dim = zones.keys.shape
+        for side, array in (("k", zones.keys), ("v", zones.values)) if state.rows else ():
+            copy = Copy(ops, array, (slice(None), slice(state.rows)))
+            tensors[f"layers.{layer}.{side}.exact"] = Tensor(EXACT, (heads, state.rows, dim), copy)
+        for number, segment in enumerate(zones.segments):
+            blocks = np.concatenate([segment.heads[:, None], segment.token_counts], axis=1)
+            data = segment.data
+            tensors[f"layers.{layer}.blocks.{number}"] = Tensor.of(blocks)
+            tensors[f"layers.{layer}.channels.{number}"] = Tensor.of(segment.channels)
+            tensors[f"layers.{layer}.zones.{number}"] = Tensor(
+                _U8, data.shape, Copy(ops, data, slice(None))
+            )
+    candidates = [[segment.candidates for segment in zones.segments] for zones in state.layers]
+    text = json.dumps({"rows": state.rows, "frozen": state.frozen, "candidates": candidates})
+    return tensors, {"zones": text}
+
+
+def restored_state(file: TensorFile, tokens: int, empty: State, ops: Ops) -> State:
+    """What a file holds; `empty` is that of a new store. Raises StorageError."""
+    rows, frozen, candidates = _text(file, tokens, len(empty.layers))
+    layers = tuple(
+        _layer(file, layer, rows, candidates[layer], zones, ops)
+        for layer, zones in enumerate(empty.layers)
+    )
+    return State(tokens, frozen, rows, layers)
+
+
+def _text(file: TensorFile, tokens: int, layers: int) -> tuple[int, int, list[list[int]]]:
+    """Rows, frozen tokens and candidates, checked."""
+    try:
+        known = json.loads(file.metadata.get("zones", ""))
+        rows, frozen, candidates = known["rows"], known["frozen"], known["candidates"]
+        right = all(_is_count(number) for number in (rows, frozen, *chain(*candidates)))
+        right = right and len(candidates) == layers and rows <= tokens and frozen <= tokens
+    except (ValueError, TypeError, KeyError, RecursionError):
+        right = False
+    if not right:
+        raise file.damaged("its metadata do not say where tokens are")
+    return rows, frozen, candidates
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 32
+
+
+def _layer(
+    file: TensorFile, layer: int, rows: int, candidates: list[int], empty: Zones, ops: Ops
+) -> Zones:
+    heads, _, dim = empty.keys.shape
+    arrays = exact_arrays(ops, heads, rows, dim)
+    for side, array in zip("kv", arrays) if rows else ():
+        found = file.read(f"layers.{layer}.{side}.exact", EXACT, (heads, rows, dim))
+        array[:, :rows] = ops.to_device(found)
+    segments = tuple(_segments(file, layer, candidates, heads, dim, ops))
+    directory = Directory.of(segments, heads, ops) if segments else None
+    return Zones(*arrays, segments, directory)
+
+
+def _segments(
+    file: TensorFile, layer: int, candidates: list[int], heads: int, dim: int, ops: Ops
+) -> Iterator[Segment]:
+    for number, count in enumerate(candidates):
+        where = f"layers.{layer}.%s.{number}"
+        shape = (file.shape(where % "blocks")[0], 1 + len(WIDTHS))
+        blocks = file.read(where % "blocks", _I64, shape)
+        channels = file.read(where % "channels", _I64, (heads, len(WIDTHS)))
+        owners, tokens = blocks[:, 0], np.ascontiguousarray(blocks[:, 1:])
+        if np.any((owners < 0) | (owners >= heads)) or np.any(np.diff(owners) < 0):
+            raise file.damaged(f"blocks of layer {layer} belong to no head")
+        if np.any((channels < 0) | (channels > dim)):
+            raise file.damaged(f"layer {layer} has heads of {channels.tolist()} channels")
+        try:
+            check_counts(tokens, channels[owners], dim)
+        except CodecError as error:
+            raise file.damaged(f"layer {layer}: {error}") from None
+        units, nbytes = lay_out(tokens, owners, channels, dim)
+        data = file.read(where % "zones", _U8, (nbytes,))
+        if np.any(data[: channels.sum()] >= dim):
+            raise file.damaged(f"layer {layer} keeps channels beyond the {dim} of a head")
+        yield Segment(ops.to_device(data), units, owners.copy(), count, channels)
