@@ -19,8 +19,8 @@ import numpy as np
 from .errors import ContextFullError, OutOfMemoryError, StorageError, UsageError
 
 if TYPE_CHECKING:
-    from .kvstore import KVStore
     from .sampler import Sampler
+    from .stores import Store
 
 FinishReason = Literal["stop", "length", "context", "interrupted"]
 PrefillProgress = Callable[[int, int], None]
@@ -50,15 +50,15 @@ class SessionDecoder(Protocol):
     def prefill(
         self,
         token_ids: Sequence[int],
-        store: KVStore,
+        store: Store,
         *,
         all_logits: bool = False,
         progress: PrefillProgress | None = None,
     ) -> np.ndarray: ...
 
-    def decode(self, token_id: int, store: KVStore) -> np.ndarray: ...
+    def decode(self, token_id: int, store: Store) -> np.ndarray: ...
 
-    def decode_best(self, token_id: int, store: KVStore) -> tuple[int, float]:
+    def decode_best(self, token_id: int, store: Store) -> tuple[int, float]:
         """The likeliest token (the first of equals) and its logit, in place of all logits."""
         ...
 
@@ -151,7 +151,7 @@ class Session:
         self,
         decoder: SessionDecoder,
         tokenizer: SessionTokenizer,
-        store: KVStore,
+        store: Store,
         fingerprint: Callable[[], str] = str,
     ) -> None:
         """`fingerprint` identifies the model in saved files; it is asked only there."""
@@ -168,7 +168,7 @@ class Session:
         self.tokens.clear()
 
     def truncate(self, count: int) -> None:
-        """Keep the first `count` tokens."""
+        """Keep the first `count` tokens, or fewer where the cache cannot be cut there."""
         del self.tokens[count:]
         self._agree()
 
@@ -204,7 +204,7 @@ class Session:
             raise StorageError(f"{path}: a cache without token ids, so it cannot be gone on with")
         return self._with(loaded.store, tokens), loaded.metadata
 
-    def _with(self, store: KVStore, tokens: list[int]) -> Session:
+    def _with(self, store: Store, tokens: list[int]) -> Session:
         session = Session(self._decoder, self._tokenizer, store, self._fingerprint)
         session.tokens = tokens
         return session
@@ -222,8 +222,8 @@ class Session:
     ) -> np.ndarray:
         """Make the cache hold exactly `token_ids` and give the last one's logits (vocab_size,) f32.
 
-        The longest prefix already cached is kept, up to all tokens but the last (whose logits are
-        asked for); the cache is truncated there and the rest is computed. Raises UsageError for no
+        The longest prefix already cached that the cache can be cut to is kept, up to all tokens but
+        the last (whose logits are asked for); the rest is computed. Raises UsageError for no
         tokens and ContextFullError before anything is changed, OutOfMemoryError with that prefix
         cached where the device has no memory for the rest.
         """
@@ -232,7 +232,7 @@ class Session:
             raise UsageError("no tokens to feed: the prompt is empty")
         self.check_fits(len(ids))
         self._agree()
-        kept = min(common_prefix(self.tokens, ids), len(ids) - 1)
+        kept = self.store.cut(min(common_prefix(self.tokens, ids), len(ids) - 1))
         if kept < len(self.tokens):
             del self.tokens[kept:]
             self.store.truncate(kept)
@@ -334,7 +334,7 @@ class Session:
 
     def _agree(self) -> None:
         """Cut ids and cache to what both hold, after an interruption between the two."""
-        common = min(len(self.tokens), len(self.store))
+        common = self.store.cut(min(len(self.tokens), len(self.store)))
         del self.tokens[common:]
         if len(self.store) > common:
             self.store.truncate(common)

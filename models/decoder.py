@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -21,11 +22,12 @@ from ..backends.view import PageView
 from ..config import ModelConfig
 from ..errors import CodecError, UsageError
 from ..kvstore.rotary import Rotary
+from ..trizone.store import ZoneStore
 from .history import segments_of
 from .layer import Layer, Update
 
 if TYPE_CHECKING:
-    from ..kvstore import KVStore
+    from ..stores import Store
 
 History = Literal["exact", "packed"]
 """What queries of a prefill see of its own tokens: all of them exactly, or as `decode` would."""
@@ -59,7 +61,7 @@ class Decoder:
         head = None if config.tie_embeddings else ops.matrix(weights["lm_head.weight"])
         self._head = Linear(head or self._embedding)
         self._step = _StepBuffers(config, ops)
-        self._programs: WeakKeyDictionary[KVStore, Callable[[], None]] = WeakKeyDictionary()
+        self._programs: WeakKeyDictionary[Store, Callable[[], None]] = WeakKeyDictionary()
 
     @property
     def step_bytes(self) -> int:
@@ -122,7 +124,7 @@ class Decoder:
         table = self.rotary.table(np.arange(start, start + count), self.rotary.amplitude)
         return self.ops.to_device(table[:, 0]), self.ops.to_device(table[:, 1])
 
-    def _checked(self, token_ids: TokenIds, store: KVStore | None) -> np.ndarray:
+    def _checked(self, token_ids: TokenIds, store: Store | None) -> np.ndarray:
         """The tokens as an array (n,) i64, refused if they or the store do not fit the model."""
         config, ids = self.config, np.asarray(token_ids, np.int64)  # (n,)
         if store is not None:
@@ -154,7 +156,7 @@ class Decoder:
     def prefill(
         self,
         token_ids: TokenIds,
-        store: KVStore,
+        store: Store,
         *,
         all_logits: bool = False,
         history: History = "exact",
@@ -175,7 +177,7 @@ class Decoder:
     def hidden(
         self,
         token_ids: TokenIds,
-        store: KVStore,
+        store: Store,
         *,
         history: History = "exact",
         progress: Progress | None = None,
@@ -206,12 +208,14 @@ class Decoder:
 
         ids = self._checked(token_ids, None)
         with self._lock:
-            return self._forward(ids, 0, attend, progress)
+            return self._forward(ids, 0, 0, attend, progress)
 
     def _fill(
-        self, ids: np.ndarray, store: KVStore, history: History, progress: Progress | None
+        self, ids: np.ndarray, store: Store, history: History, progress: Progress | None
     ) -> Any:
         """Hidden rows (n, hidden_size) f32 of tokens that go into an extending store."""
+        if isinstance(store, ZoneStore):
+            return self._fill_zones(ids, store, history, progress)
         start = len(store)
         segments = segments_of(store.spec, start, start + len(ids))
 
@@ -232,19 +236,43 @@ class Decoder:
                 update(segment.first - start, segment.end - start, keys, values)
 
         attend = {"exact": exact, "packed": packed}[history]
-        return self._forward(ids, start, attend, progress)
+        return self._forward(ids, start, start, attend, progress)
+
+    def _fill_zones(
+        self, ids: np.ndarray, store: ZoneStore, history: History, progress: Progress | None
+    ) -> Any:
+        """`_fill` where prompts are compressed: at their end, if the history is exact.
+
+        With a packed history tokens see each other as they would if decoded one by one: exactly,
+        rounded to what the store keeps.
+        """
+        past = store.held
+
+        def exact(index: int, keys: Any, values: Any, update: Update) -> None:
+            update = replace(update, firsts=store.read(index, keys[:past], values[:past]))
+            update(0, len(ids), keys, values)
+            store.compress(index, keys[past:], values[past:], update.queries)
+
+        def packed(index: int, keys: Any, values: Any, update: Update) -> None:
+            update = replace(update, firsts=store.read(index, keys[:past], values[:past]))
+            store.extend(index, keys[past:], values[past:])
+            store.read_exact(index, keys[past:], values[past:], len(store))
+            update(0, len(ids), keys, values)
+
+        attend = {"exact": exact, "packed": packed}[history]
+        return self._forward(ids, len(store), past, attend, progress)
 
     def _forward(
-        self, ids: np.ndarray, start: int, attend: Attend, progress: Progress | None
+        self, ids: np.ndarray, start: int, past: int, attend: Attend, progress: Progress | None
     ) -> Any:
         """All layers over tokens at positions start, start + 1, ...; the final norm's rows.
 
-        `attend(layer, keys, values, update)` gets keys, values (start + n, kv_heads, head_dim) f32,
-        whose first `start` rows are undefined, and calls `update` on all rows.
+        `attend(layer, keys, values, update)` gets keys, values (past + n, kv_heads, head_dim) f32,
+        whose first `past` rows are undefined, and calls `update` on all rows.
         """
         ops, config = self.ops, self.config
         x = ops.embed(self._embedding, ids)  # (n, hidden_size) f32
-        shape = (start + len(ids), config.num_kv_heads, config.head_dim)
+        shape = (past + len(ids), config.num_kv_heads, config.head_dim)
         keys, values = ops.empty(shape), ops.empty(shape)
         chunk = min(self.chunk_tokens, len(ids))
         q = ops.empty((chunk, config.num_heads, config.head_dim))
@@ -252,8 +280,8 @@ class Decoder:
         rotation = self._rotation(start, len(ids))
         try:
             for index, layer in enumerate(self._layers):
-                update = Update(ops, config, self._scale, layer, x, start, rotation, q, inner)
-                update.project(keys[start:], values[start:])
+                update = Update(ops, config, self._scale, layer, x, past, rotation, q, inner)
+                update.project(keys[past:], values[past:])
                 attend(index, keys, values, update)
                 if progress is not None:
                     progress(index + 1, config.num_layers)
@@ -264,7 +292,7 @@ class Decoder:
 
     # One token
 
-    def decode(self, token_id: int, store: KVStore) -> np.ndarray:
+    def decode(self, token_id: int, store: Store) -> np.ndarray:
         """Append one token to the store; give the logits (vocab_size,) f32 after it.
 
         Raises ContextFullError where it does not fit. Interrupted, the store is as it was before.
@@ -272,7 +300,7 @@ class Decoder:
         with self._lock, self._stepping(token_id, store):
             return self.ops.to_host(self._step.logits[0], copy=True)
 
-    def decode_best(self, token_id: int, store: KVStore) -> tuple[int, float]:
+    def decode_best(self, token_id: int, store: Store) -> tuple[int, float]:
         """Like `decode`, but gives the likeliest token, the first of equals, and its logit.
 
         A NaN counts as the largest.
@@ -281,7 +309,7 @@ class Decoder:
             return self.ops.best(self._step.logits[0])
 
     @contextmanager
-    def _stepping(self, token_id: int, store: KVStore) -> Iterator[None]:
+    def _stepping(self, token_id: int, store: Store) -> Iterator[None]:
         """Compute a token's logits; on leaving it counts as cached."""
         (checked,) = self._checked([token_id], store)
         angles = self.rotary.table(np.array([len(store)]), self.rotary.amplitude)[0]
@@ -289,7 +317,7 @@ class Decoder:
             self._program(store)()
             yield
 
-    def _program(self, store: KVStore) -> Callable[[], None]:
+    def _program(self, store: Store) -> Callable[[], None]:
         """What computes the token that a store has published."""
         if store.debug:
             views = [store.view(index) for index in range(self.config.num_layers)]

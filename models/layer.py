@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ..backends.ops import Linear, Norm, Ops
 from ..config import ModelConfig
 
@@ -37,9 +39,11 @@ class Layer:
 class Update:
     """One layer of a prefill over the residual stream x (n, hidden_size), in chunks of tokens.
 
-    Rows of x are at positions start, start + 1, ..., `rotation` has their angles. Calling it
-    updates rows first ... end - 1 by attention over keys, values (start + end or more, kv_heads,
-    head_dim) and by the MLP. q (chunk, heads, head_dim), inner (chunk, intermediate_size): buffers.
+    Rows of x have `past` keys and values before them; `rotation` has the angles of their positions.
+    Calling it updates rows first ... end - 1 by attention over keys, values (past + end or more,
+    kv_heads, head_dim) and by the MLP. q (chunk, heads, head_dim), inner (chunk,
+    intermediate_size): buffers. `firsts` (kv_heads,) i64: where only later rows of keys are tokens
+    of a head, the first that is.
     """
 
     ops: Ops
@@ -47,22 +51,37 @@ class Update:
     scale: float
     layer: Layer
     x: Any
-    start: int
+    past: int
     rotation: tuple[Any, Any]
     q: Any
     inner: Any
+    firsts: np.ndarray | None = None
 
     def __call__(self, first: int, end: int, keys: Any, values: Any) -> None:
         ops, layer, config = self.ops, self.layer, self.config
         for rows in self._chunks(first, end):
             x, count = self.x[rows], rows.stop - rows.start
             q = self.queries(rows, self.q[:count])
-            seen = self.start + rows.stop
-            ops.attend_causal(q, keys[:seen], values[:seen], self.scale, layer.window)
+            seen = self.past + rows.stop
+            self._attend(q, keys[:seen], values[:seen])
             ops.linear_add(q.reshape(count, -1), layer.o, x)
             inner = self.inner[:count]
             ops.swiglu(x, layer.gate, layer.up, inner, norm=(layer.mlp_norm, config.norm_eps))
             ops.linear_add(inner, layer.down, x)
+
+    def _attend(self, q: Any, keys: Any, values: Any) -> None:
+        """Causal attention in place of q (n, heads, head_dim), over what is there of each head."""
+        attend, firsts = self.ops.attend_causal, self.firsts
+        if firsts is None or not firsts.any():
+            attend(q, keys, values, self.scale, self.layer.window)
+            return
+        group = q.shape[1] // keys.shape[1]
+        for head, first in enumerate(firsts.tolist()):
+            own = slice(head * group, (head + 1) * group)
+            asked = q[:, own].copy()
+            k, v = (side[first:, head : head + 1].copy() for side in (keys, values))
+            attend(asked, k, v, self.scale, self.layer.window)
+            q[:, own] = asked
 
     def queries(self, rows: slice, out: Any = None) -> Any:
         """Those of rows of x, after RoPE: (rows, heads, head_dim) f32."""

@@ -10,7 +10,8 @@ import numpy as np
 if TYPE_CHECKING:
     from ..backends.ops import Ops
     from ..generate import Model
-    from ..kvstore import Geometry, KVSpec, KVStore
+    from ..kvstore import Geometry, KVSpec
+    from ..stores import Store
 
 CHUNK = 4096
 """Synthetic tokens that are made at a time; layers and later chunks get the same ones."""
@@ -24,7 +25,7 @@ def random_ids(model: Model, count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, model.config.vocab_size, count)
 
 
-def prefill(model: Model, store: KVStore, ids: np.ndarray, batch: int | None) -> None:
+def prefill(model: Model, store: Store, ids: np.ndarray, batch: int | None) -> None:
     """Compute tokens (n,) into the store, `batch` of them a call; None is all of them."""
     step = batch or max(len(ids), 1)
     for start in range(0, len(ids), step):
@@ -44,7 +45,7 @@ class RandomTokens:
         self._made = 0
         self._sides: list[Any] = []  # K and V, each (made, kv_heads, head_dim) f32
 
-    def grow(self, store: KVStore, tokens: int, told: Told = lambda count: None) -> None:
+    def grow(self, store: Store, tokens: int, told: Told = lambda count: None) -> None:
         """Add tokens until the store holds so many."""
         for count in _pieces(tokens - len(store)):
             self._make(count)
@@ -76,7 +77,7 @@ class Synthetic(RandomTokens):
         super().__init__(model.ops, cache_geometry(model.config), seed)
         self._model = model
 
-    def filled(self, spec: KVSpec, tokens: int) -> KVStore:
+    def filled(self, spec: KVSpec, tokens: int) -> Store:
         """A new store of so many tokens."""
         store = self._model.new_store(spec)
         self.grow(store, tokens)

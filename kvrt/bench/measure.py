@@ -30,7 +30,8 @@ from .result import Measured
 
 if TYPE_CHECKING:
     from ..generate import Model
-    from ..kvstore import KVSpec, KVStore
+    from ..kvstore import KVSpec
+    from ..stores import Store
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Bench:
         self, jobs: Sequence[Job], peaks: Sequence[dict[Case, Peak]]
     ) -> Iterator[tuple[Job, Measured]]:
         """The second pass: rounds of all cases at a depth."""
-        stores: dict[Job, KVStore] = {}
+        stores: dict[Job, Store] = {}
         for depth in sorted({case.depth for job in jobs for case in job.cases}):
             yield from self._rounds(jobs, peaks, depth, stores)
 
@@ -131,7 +132,7 @@ class Bench:
         jobs: Sequence[Job],
         peaks: Sequence[dict[Case, Peak]],
         depth: int,
-        stores: dict[Job, KVStore],
+        stores: dict[Job, Store],
     ) -> list[tuple[Job, Measured]]:
         """Time all cases at a depth; `stores` are those of the depth before, to go on with."""
         if self._synthetic is None:
@@ -153,7 +154,7 @@ class Bench:
             run.store.truncate(depth)
         return [(run.job, self._measured(run)) for run in runs]
 
-    def _prepare(self, job: Job, store: KVStore, depth: int) -> None:
+    def _prepare(self, job: Job, store: Store, depth: int) -> None:
         """Decode where a GPU keeps its steps as a graph for each store, made before the clock runs.
 
         The first step runs as it is, the second is recorded. Nothing without a warm-up.
@@ -164,7 +165,7 @@ class Bench:
                 self._model.decoder.decode(0, store)
                 store.truncate(depth)
 
-    def _filled(self, spec: KVSpec, depth: int, store: KVStore | None) -> KVStore:
+    def _filled(self, spec: KVSpec, depth: int, store: Store | None) -> Store:
         """A store of so many tokens; a synthetic one goes on where it was."""
         if self._synthetic is not None:
             store = self._model.new_store(spec) if store is None else store
@@ -194,7 +195,7 @@ class Bench:
             read_bytes=None if case.n_prompt else self._read_bytes(run),
         )
 
-    def _once(self, store: KVStore, case: Case) -> tuple[float, StoreStats]:
+    def _once(self, store: Store, case: Case) -> tuple[float, StoreStats]:
         """Seconds of one repetition behind the case's depth, and what the store held at its end."""
         prompt, tokens = self._ids(case.n_prompt), self._ids(case.n_gen).tolist()
         decode, batch = self._model.decoder.decode, self._settings.batch
@@ -220,7 +221,7 @@ class Bench:
 class _Timing:
     """A case in a format while it is timed."""
 
-    def __init__(self, job: Job, case: Case, store: KVStore, peak: Peak) -> None:
+    def __init__(self, job: Job, case: Case, store: Store, peak: Peak) -> None:
         self.job = job
         self.case = case
         self.store = store
