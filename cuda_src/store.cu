@@ -61,7 +61,7 @@ extern "C" __global__ void append(const i64* layer, const float* keys, const flo
 
 // Take up the token of a decode step. qkv (heads + 2 * KV heads, dim) f32: q, in place, and k are normed, each head by
 // itself, where gains (dim) are given, and rotated to the token's position; k and v go in the store's basis to where
-// `lengths`, a published extent, says. Grid (heads + 2 * KV heads,), one warp, dim floats of shared memory.
+// `lengths`, a published extent, says. q goes to the queries that are kept, too, if any are. Grid (heads + 2 * KV heads,), one warp, dim floats of shared memory.
 extern "C" __global__ void __launch_bounds__(32)
 enter(const i64* layer, const i64* lengths, float* qkv, int heads, const float* q_gains, float q_eps,
       const float* k_gains, float k_eps) {
@@ -96,6 +96,10 @@ enter(const i64* layer, const i64* lengths, float* qkv, int heads, const float* 
   if (!is_value) row.turn(forwards, 1.0f);
   if (is_query) {
     row.each([&](float x, int c) { at[c] = x; });
+    if (float* kept = reinterpret_cast<float*>(layer[VIEW_QUERIES])) {
+      float* mine = kept + (lengths[VIEW_TOKEN_SLOT] % VIEW_QUERY_ROWS * heads + index) * dim;
+      row.each([&](float x, int c) { mine[c] = x; });
+    }
     return;
   }
   if (block || bias || (!is_value && form != VIEW_POST)) {  // as change_basis does it

@@ -338,7 +338,7 @@ def _store_maker(
         if spec.compression is not None:
             return ZoneStore(
                 cache_geometry(config), spec, decoder.ops, limit,
-                rotary=decoder.rotary, debug=debug,
+                rotary=decoder.rotary, query_heads=config.num_heads, debug=debug,
             )  # fmt: skip
         if decoder.ops.name == "cuda":
             check_gpu_format(cache_geometry(config), spec)

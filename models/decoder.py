@@ -170,9 +170,12 @@ class Decoder:
         before any work, where the tokens do not fit. On any exception the store is as it was.
         """
         ids = self._checked(token_ids, store)
-        with self._lock, store.extending(len(ids)):
-            rows = self._fill(ids, store, history, progress)
-            return self._logits(rows) if all_logits else self._logits(rows[-1:])[0]
+        with self._lock:
+            parts = self._extend(
+                ids, store, history, progress,
+                lambda rows: self._logits(rows if all_logits else rows[-1:]),
+            )  # fmt: skip
+            return np.concatenate(parts) if all_logits else parts[-1][0]
 
     def hidden(
         self,
@@ -184,8 +187,9 @@ class Decoder:
     ) -> Any:
         """Like `prefill`, but gives the rows (n, hidden_size) f32 that `logits` takes."""
         ids = self._checked(token_ids, store)
-        with self._lock, store.extending(len(ids)):
-            return self._fill(ids, store, history, progress)
+        with self._lock:
+            parts = self._extend(ids, store, history, progress, lambda rows: rows)
+            return parts[0] if len(parts) == 1 else self.ops.xp.concatenate(parts)
 
     def trace(
         self,
@@ -209,6 +213,30 @@ class Decoder:
         ids = self._checked(token_ids, None)
         with self._lock:
             return self._forward(ids, 0, 0, attend, progress)
+
+    def _extend(
+        self,
+        ids: np.ndarray,
+        store: Store,
+        history: History,
+        progress: Progress | None,
+        finish: Callable[[Any], Any],
+    ) -> list[Any]:
+        """Add tokens to a store; what `finish` makes of their hidden rows (n, hidden_size) f32.
+
+        At once, but for a store that packs tokens while it decodes: with a packed history it must
+        do so in between.
+        """
+        store.check_room(len(ids))
+        found = []
+        while len(ids):
+            until = None
+            if isinstance(store, ZoneStore) and history == "packed":
+                until = store.until_packing()
+            part, ids = ids[:until], ids[len(ids) if until is None else until :]
+            with store.extending(len(part)):
+                found.append(finish(self._fill(part, store, history, progress)))
+        return found
 
     def _fill(
         self, ids: np.ndarray, store: Store, history: History, progress: Progress | None
@@ -255,7 +283,7 @@ class Decoder:
 
         def packed(index: int, keys: Any, values: Any, update: Update) -> None:
             update = replace(update, firsts=store.read(index, keys[:past], values[:past]))
-            store.extend(index, keys[past:], values[past:])
+            store.extend(index, keys[past:], values[past:], update.queries)
             store.read_exact(index, keys[past:], values[past:], len(store))
             update(0, len(ids), keys, values)
 

@@ -1,5 +1,6 @@
 """The CPU backend's half that knows the cache: its basis, append, seal, gather, attention."""
 
+import ctypes
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -63,6 +64,9 @@ class CacheOps:
                 kernels.rmsnorm(count, FEW_ROWS, at, address_of(gains), dim, eps, at)
         forwards, backwards, base, offset = (view.extent.mirror.address + i * row for i in range(4))
         kernels.rope(1, FEW_ROWS, q, heads + kv_heads, dim, forwards, forwards + row // 2)
+        if settings[place.QUERIES]:
+            kept = int(settings[place.QUERIES]) + token.slot % place.QUERY_ROWS * heads * row
+            ctypes.memmove(kept, q, heads * row)
         form, bias = int(settings[place.FORM]), int(settings[place.KEY_BIAS])
         turns = {place.POST: 0, place.PAGE: base, place.PRE: backwards}[form]
         bias_turns = {place.POST: forwards, place.PAGE: offset, place.PRE: 0}[form]

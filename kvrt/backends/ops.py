@@ -205,7 +205,7 @@ class Ops(Protocol):
 
         qkv (heads + 2 * kv_heads, head_dim): q (in place) and k, each head normed if `norms` are
         given, are rotated to the token's position; k and v then go in the cache's basis to the
-        sinks or to the tail, and are undefined here.
+        sinks or to the tail, and are undefined here. q also goes to the queries that a view keeps.
         """
         ...
 

@@ -35,7 +35,11 @@ LAYER_SETTINGS = 64
     QUICK,  # of the DIM / 2 pairs of channels, the first so many turn much within a page
     ZONE_UNITS,  # address of (units, 4) i64, the blocks of the zones; 0: none
     ZONE_STARTS,  # address of (HEADS + 1,) i64, where each head's blocks begin
-) = range(22)
+    QUERIES,  # address of (QUERY_ROWS, query heads, DIM) f32, the newest tokens' queries; 0: none
+) = range(23)
+QUERY_ROWS = 32
+"""Queries that are kept: a token's lies in row `slot` modulo this."""
+
 KEY_SIDE, VALUE_SIDE = 32, 48
 SIDE_SETTINGS = 16
 """Integers that describe the codec of one side, from KEY_SIDE and VALUE_SIDE on."""

@@ -108,7 +108,8 @@ def stats_for(geometry: Geometry, spec: KVSpec, tokens: int) -> StoreStats:
     """What a store of so many tokens holds.
 
     In a format that compresses prompts they are one prompt, and this is the most it may hold: what
-    is left of a budget is less than the smallest step of each head.
+    is left of a budget is less than the smallest step of each head. Queries that recompress keeps
+    are not in it: a cache's shape does not say how many heads they have.
     """
     if spec.compression is not None:
         return _compressed_stats(geometry, spec, spec.compression, tokens)

@@ -1,8 +1,8 @@
 """Compressing one layer of a prompt: a policy scores, the allocator spends, the zones store.
 
-Half of a head's budget, less what its protected tokens take, goes to values: a width for each
-token. What they leave goes to keys: a width for each channel, for all tokens that are kept. All
-bytes count: scales, minima, the directory's rows, what rounds a block's size up.
+Half of a head's budget for the candidates goes to values: a width for each token. What they leave
+goes to keys: a width for each channel, for all tokens that are kept. All bytes count: scales,
+minima, the directory's rows, what rounds a block's size up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy as np
 
 from ..backends.ops import Ops
 from ..kvstore.compression import EXACT_BYTES, Compression
-from ..kvstore.spec import KVSpec
 from .allocator import allocate
 from .layout import BLOCK_TOKENS, RUN_ALIGNMENT, WIDTHS, key_rows
 from .policies import POLICIES, Policy, query_energy
@@ -39,36 +38,35 @@ _UNIT_BYTES = 32 + RUN_ALIGNMENT - 1
 
 
 def compress(
-    ops: Ops, spec: KVSpec, budget: int, keys: Any, values: Any, queries: Queries, new: int
+    ops: Ops,
+    compression: Compression,
+    budget: int,
+    keys: Any,
+    values: Any,
+    candidates: slice,
+    queries: Queries,
+    new: int,
 ) -> Segment:
-    """Choose from the tokens of a layer that are not protected, and pack what is kept.
+    """Choose from the candidates, some of a layer's tokens, and pack what is kept of them.
 
     keys (after RoPE), values (total, num_kv_heads, head_dim) f32, of which the last `new` are those
-    that `queries` knows; budget: bytes for each KV head.
+    that `queries` knows; budget: bytes of the candidates for each KV head.
     """
-    assert spec.compression is not None
-    policy = _policy_of(spec.compression)
-    total, heads, dim = keys.shape
-    candidates = slice(spec.sink, total - spec.window)
+    policy = POLICIES[f"{compression.policy}{':paper' * compression.paper}"]
+    heads, dim = keys.shape[1:]
     received = _received(ops, policy, keys, queries, new)
     weights = policy.token_weights(ops.xp, received)[:, candidates]  # (heads, n) f32
     errors = ops.empty((4, *weights.shape))
     ops.value_errors(values[candidates], errors)
     distortion = policy.token_distortion(ops.xp, weights, errors)  # (widths, heads, n)
-    left = max(budget - EXACT_BYTES * dim * (spec.sink + spec.window), 0)
-    budgets = np.full(heads, left, np.int64)
+    budgets = np.full(heads, max(budget, 0), np.int64)
     budgets = policy.head_budgets(ops.xp, weights, budgets, EXACT_BYTES * dim)
-    shared = spec.compression.shared
-    kept, budgets = _keep(ops, policy, distortion, budgets, dim, shared)
+    kept, budgets = _keep(ops, policy, distortion, budgets, dim, compression.shared)
     kept = kept.moved(candidates.start)
     last = queries(slice(max(new - ENERGY_QUERIES, 0), new))
     energy = ops.to_host(query_energy(ops.xp, last, heads))  # (heads, dim) f32
     channels = _channel_widths(ops, policy, kept, budgets, keys, energy)
     return _packed(ops, kept, channels, keys, values, weights.shape[1])
-
-
-def _policy_of(compression: Compression) -> Policy:
-    return POLICIES[f"{compression.policy}{':paper' * compression.paper}"]
 
 
 def _received(ops: Ops, policy: Policy, keys: Any, queries: Queries, new: int) -> Any:

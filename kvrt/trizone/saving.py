@@ -1,10 +1,11 @@
 """How a store of zones is written to a file, and read again.
 
 Tensors, for each layer i: `layers.i.k.exact`, `layers.i.v.exact` (num_kv_heads, rows, head_dim)
-F16, zone C; and for each segment s of it `layers.i.zones.s` (bytes,) U8, its memory as it is,
-`layers.i.blocks.s` (units, 5) I64, head and tokens by width of each block, `layers.i.channels.s`
-(num_kv_heads, 4) I64, channels by width. Where a block begins follows from these. The text `zones`
-says how many tokens are exact, how many are frozen, and of each layer's segments the candidates.
+F16, zone C; `layers.i.queries` (QUERY_ROWS, num_heads, head_dim) F32, where they are kept; and for
+each segment s `layers.i.zones.s` (bytes,) U8, its memory as it is, `layers.i.blocks.s` (units, 5)
+I64, head and tokens by width of each block, `layers.i.channels.s` (num_kv_heads, 4) I64, channels
+by width. Where a block begins follows from these. The text `zones` says how many tokens are exact,
+how many are frozen, and of each layer's segments the candidates.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .layout import WIDTHS, check_counts
 from .segment import Directory, Segment, lay_out
 from .state import EXACT, State, Zones, exact_arrays
 
-_I64, _U8 = np.dtype(np.int64), np.dtype(np.uint8)
+_I64, _U8, _F32 = np.dtype(np.int64), np.dtype(np.uint8), np.dtype(np.float32)
 
 
 def saved_state(state: State, ops: Ops) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -35,6 +36,10 @@ def saved_state(state: State, ops: Ops) -> tuple[dict[str, Tensor], dict[str, st
         for side, array in (("k", zones.keys), ("v", zones.values)) if state.rows else ():
             copy = Copy(ops, array, (slice(None), slice(state.rows)))
             tensors[f"layers.{layer}.{side}.exact"] = Tensor(EXACT, (heads, state.rows, dim), copy)
+        if zones.queries is not None:
+            tensors[f"layers.{layer}.queries"] = Tensor(
+                _F32, zones.queries.shape, Copy(ops, zones.queries, slice(None))
+            )
         for number, segment in enumerate(zones.segments):
             blocks = np.concatenate([segment.heads[:, None], segment.token_counts], axis=1)
             data = segment.data
@@ -84,9 +89,13 @@ def _layer(
     for side, array in zip("kv", arrays) if rows else ():
         found = file.read(f"layers.{layer}.{side}.exact", EXACT, (heads, rows, dim))
         array[:, :rows] = ops.to_device(found)
+    queries = None
+    if empty.queries is not None:
+        found = file.read(f"layers.{layer}.queries", _F32, tuple(empty.queries.shape))
+        queries = ops.to_device(found)
     segments = tuple(_segments(file, layer, candidates, heads, dim, ops))
     directory = Directory.of(segments, heads, ops) if segments else None
-    return Zones(*arrays, segments, directory)
+    return Zones(*arrays, queries, segments, directory)
 
 
 def _segments(

@@ -25,10 +25,15 @@ def exact_arrays(ops: Ops, kv_heads: int, rows: int, head_dim: int) -> tuple[Any
 
 @dataclass(frozen=True)
 class Zones:
-    """What one layer holds. keys, values: zone C, (kv_heads, capacity, head_dim) f16."""
+    """What one layer holds.
+
+    keys, values: zone C, (kv_heads, capacity, head_dim) f16; queries: (QUERY_ROWS, query heads,
+    head_dim) f32, those of the newest tokens by their row in zone C, where they are kept.
+    """
 
     keys: Any
     values: Any
+    queries: Any | None = None
     segments: tuple[Segment, ...] = ()
     directory: Directory | None = None
 

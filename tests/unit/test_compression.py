@@ -3,6 +3,7 @@
 from fractions import Fraction
 
 import pytest
+
 from kvrt.errors import CodecError, UnsupportedError, UsageError
 from kvrt.kvstore import Geometry, KVSpec, KVStore
 from kvrt.kvstore.compression import Compression

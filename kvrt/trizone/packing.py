@@ -1,0 +1,137 @@
+"""How a store of zones compresses tokens."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..backends.view import QUERY_ROWS
+from ..errors import CodecError
+from ..kvstore.compression import EXACT_BYTES, Compression
+from ..kvstore.spec import KVSpec
+from .compress import Queries, compress
+from .layout import BLOCK_TOKENS
+from .reading import Readable
+from .segment import Directory, Segment
+from .state import State, Zones
+
+
+class Packing(Readable):
+    """The half of a `ZoneStore` that packs what it holds exactly."""
+
+    spec: KVSpec
+    compression: Compression
+    _moved: bool
+
+    @abstractmethod
+    def extend(self, layer: int, k: Any, v: Any, queries: Queries | None = None) -> None: ...
+    @abstractmethod
+    def _check_new(self, layer: int, k: Any, v: Any) -> None: ...
+    @abstractmethod
+    def _settle(self, layer: int, zones: Zones, rows: int) -> None: ...
+
+    def compress(self, layer: int, k: Any, v: Any, queries: Queries) -> None:
+        """Like `extend`, and then pack what the budget does not keep exact."""
+        self._check_new(layer, k, v)
+        rows = self._state.rows
+        total = rows + len(k)
+        sink, window = self.spec.sink, self.spec.window
+        budget = self.compression.budget_bytes(total, self.geometry.head_dim)
+        if total <= sink + window or budget >= EXACT_BYTES * self.geometry.head_dim * total:
+            self.extend(layer, k, v, queries)
+            return
+        keys, values = self._with_exact(layer, k, v)
+        exact = sink + window
+        left = budget - EXACT_BYTES * self.geometry.head_dim * exact
+        segment = compress(
+            self.ops, self.compression, left, keys, values, slice(sink, total - window),
+            queries, len(k),
+        )  # fmt: skip
+        zones = self._with_segment(self._state.layers[layer], segment)
+        kept = self._memory.exact(exact)
+        zones = replace(zones, keys=kept[0], values=kept[1])
+        self._settle(layer, self._with_queries(zones, queries, len(k), exact), exact)
+        for slot, part in ((0, slice(sink)), (sink, slice(total - window, total))):
+            self.ops.append(self._memory.views[layer], keys[part], values[part], slot)
+
+    def _with_segment(self, zones: Zones, segment: Segment) -> Zones:
+        """A layer with one more segment, which counts as what was chosen from even if empty."""
+        segments = (*zones.segments, segment)
+        directory = Directory.of(segments, self.geometry.num_kv_heads, self.ops)
+        return replace(zones, segments=segments, directory=directory)
+
+    def _with_queries(self, zones: Zones, queries: Queries | None, new: int, rows: int) -> Zones:
+        """A layer that keeps the newest queries, when its zone C will have so many rows."""
+        if zones.queries is None:
+            return zones
+        if queries is None:
+            raise CodecError(f"cache format {self.spec} weighs tokens by queries: give them")
+        kept = zones.queries.copy()
+        count = min(new, QUERY_ROWS)
+        newest = queries(slice(new - count, new))
+        for i in range(count):
+            kept[(rows - count + i) % QUERY_ROWS] = newest[i]
+        return replace(zones, queries=kept)
+
+    def until_packing(self) -> int | None:
+        """Tokens with which some will be packed, if added one by one; None if never."""
+        most = self.compression.recompress
+        return None if most is None else max(most + 1 - self._state.rows, 1)
+
+    def _pack_oldest(self) -> None:
+        """With recompress, pack the oldest tokens that are not protected, while too many are exact.
+
+        They get their part of what the budget is for all tokens so far; nothing happens where that
+        keeps them exact.
+        """
+        most = self.compression.recompress
+        while most is not None and self._state.rows > most:
+            state, dim = self._state, self.geometry.head_dim
+            budget = self.compression.budget_bytes(state.length, dim)
+            budget = budget * BLOCK_TOKENS // state.length
+            if budget >= EXACT_BYTES * dim * BLOCK_TOKENS:
+                return
+            layers = tuple(self._packed(layer, budget) for layer in range(len(state.layers)))
+            rows = state.rows - BLOCK_TOKENS
+            self._moved = True
+            self._state = State(state.length, state.length - (rows - self.spec.sink), rows, layers)
+            self._recover()
+
+    def _packed(self, layer: int, budget: int) -> Zones:
+        """A layer whose oldest tokens that are not protected are packed."""
+        zones, rows, sink = self._state.layers[layer], self._state.rows, self.spec.sink
+        keys, values = self._exact(layer, rows)
+        asked = min(QUERY_ROWS, rows)
+        order = np.arange(rows - asked, rows) % QUERY_ROWS
+        assert zones.queries is not None  # recompress keeps them
+        queries = zones.queries[self.ops.to_device(order)]  # (asked, query heads, head_dim)
+        oldest = slice(sink, sink + BLOCK_TOKENS)
+        segment = compress(
+            self.ops, self.compression, budget, keys, values, oldest, queries.__getitem__, asked
+        )
+        kept = self._memory.exact(rows - BLOCK_TOKENS)
+        for new, old in zip(kept, (zones.keys, zones.values)):
+            new[:, :sink] = old[:, :sink]
+            new[:, sink : rows - BLOCK_TOKENS] = old[:, oldest.stop : rows]
+        zones = replace(zones, keys=kept[0], values=kept[1])
+        return self._with_segment(zones, segment)
+
+    def _exact(self, layer: int, more: int) -> tuple[Any, Any]:
+        """Keys and values (rows, kv_heads, head_dim) f32: the exact tokens, and room for others."""
+        shape = (more, self.geometry.num_kv_heads, self.geometry.head_dim)
+        keys, values = self.ops.empty(shape), self.ops.empty(shape)
+        for is_value, out in enumerate((keys, values)):
+            self.ops.recall(self._memory.views[layer], bool(is_value), 0, out[: self._state.rows])
+        return keys, values
+
+    def _with_exact(self, layer: int, k: Any, v: Any) -> tuple[Any, Any]:
+        """Exact tokens before the new ones, and these: keys and values (total, kv_heads, dim)."""
+        rows = self._state.rows
+        if not rows:
+            return k, v
+        keys, values = self._exact(layer, rows + len(k))
+        keys[rows:], values[rows:] = k, v
+        return keys, values
