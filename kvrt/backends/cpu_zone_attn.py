@@ -19,7 +19,10 @@ def attend_zones_bytes(dim, group):
 
 @jit.device
 def _block_scores(query, unit, tile_at, asked, weights):
-    """weights[:, :tokens] = query (group, dim) . keys of a block (a row of the directory)."""
+    """weights[:, :tokens] = query (group, dim) . keys of a block (a row of the directory).
+
+    What is behind is undefined.
+    """
     group, dim = query.shape
     kept = cpu_zone_codes.total_of(unit[3])
     channels = jit.array(unit[1], (kept,), np.uint8)
@@ -27,9 +30,6 @@ def _block_scores(query, unit, tile_at, asked, weights):
     tile = jit.array(tile_at, (kept, PAGE_TOKENS), np.float32)
     rows = cpu_zone_codes.key_rows(unit[2])
     cpu_zone_codes.decode(unit[0] + key_codes, unit[0] + key_meta, unit[3], rows, tile)
-    for c in range(kept):
-        # Tokens of which there are none get a score that nothing reads.
-        cpu_math.fill(tile[c, rows:], np.float32(0.0))
     for g in range(group):
         for c in range(kept):
             asked[g, c] = query[g, channels[c]]
