@@ -2,56 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import wraps
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ..errors import UnsupportedError, UsageError
-from .console import emit, read_text_file
-from .device_options import common_options
-from .kv_options import (
-    DEFAULT_FORMATS,
-    Format,
-    calibration_option,
-    fitting_formats,
-    kv_list_options,
-    note_unpacked,
-    resolve_formats,
-)
+from ..errors import UsageError
+from .console import emit
+from .eval_job import Job, job_options, text_option, token_progress
+from .eval_retrieval import kvretrieval, needle
+from .kv_options import note_unpacked
 from .main import debug_option
-from .options import ModelChoice, default_model, open_model
-from .report import OBJECT, Column, make_report, output_options
+from .options import open_model
+from .report import OBJECT, Column, make_report
 
 if TYPE_CHECKING:
-    from ..config import ModelConfig
     from ..generate import Model
-    from ..kvstore import KVSpec
-    from ..progress import Progress
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-
-@dataclass(frozen=True)
-class Job:
-    """What is to be measured: formats, texts with their files; and how it is to be printed."""
-
-    choice: ModelChoice
-    config: ModelConfig
-    formats: Sequence[Format]
-    texts: Sequence[tuple[str, str]]
-    output: str
-
-    @property
-    def names(self) -> list[str]:
-        return [measured.name for measured in self.formats]
-
-    @property
-    def specs(self) -> list[KVSpec]:
-        return [measured.spec for measured in self.formats]
+measured_text = text_option(True, "A UTF-8 text to measure on. May be repeated.")
 
 
 @click.group("eval", invoke_without_command=True)
@@ -63,56 +34,20 @@ def command(context: click.Context) -> None:
         emit(context.get_help() + "\n")
 
 
-def eval_options(function: Function) -> Function:
-    """-m, --text, --kv and the like; the command gets a `job`."""
-
-    @wraps(function)
-    def call(
-        model: str | None,
-        texts: tuple[str, ...],
-        kv: tuple[str, ...],
-        kv_k: str | None,
-        kv_v: str | None,
-        output: str,
-        calibration: str | None,
-        device: str | None,
-        threads: int | None,
-        verbose: bool,
-        **rest: Any,
-    ) -> Any:
-        from ..generate import cache_geometry
-
-        formats = resolve_formats(kv, kv_k, kv_v, DEFAULT_FORMATS)
-        named = [(path, _read(path)) for path in texts]
-        name = default_model() if model is None else model
-        config = _config(name)
-        chosen, longest = bool(kv or kv_k or kv_v), config.max_context
-        fitting = fitting_formats(formats, cache_geometry(config), longest, chosen)
-        choice = ModelChoice(name, "f16", None, device, threads, calibration)
-        return function(job=Job(choice, config, fitting, named, output), **rest)
-
-    wrapped: Any = common_options(call)
-    wrapped = output_options("table")(wrapped)
-    wrapped = kv_list_options(DEFAULT_FORMATS)(calibration_option(wrapped))
-    wrapped = click.option(
-        "--text",
-        "texts",
-        multiple=True,
-        required=True,
-        metavar="FILE",
-        help="A UTF-8 text to measure on. May be repeated.",
-    )(wrapped)
-    return click.option(
-        "-m",
-        "--model",
-        metavar="MODEL",
-        help="A model folder or the name of a pulled model.  [default: smollm2]",
-    )(wrapped)
+command.add_command(needle)
+command.add_command(kvretrieval)
 
 
 def window_options(function: Function) -> Function:
-    """--context and --max-tokens."""
+    """--context, --max-tokens and --prompt."""
     for option in (
+        click.option(
+            "--prompt",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="The first N tokens of a window are a prompt, computed as `chat` does; only what "
+            "follows is scored.  [default: none]",
+        ),
         click.option(
             "--max-tokens",
             type=click.IntRange(min=2),
@@ -133,30 +68,34 @@ def window_options(function: Function) -> Function:
 
 
 @command.command("ppl")
-@eval_options
+@job_options
+@measured_text
 @window_options
-def ppl(job: Job, context: int, max_tokens: int | None) -> None:
+def ppl(job: Job, context: int, max_tokens: int | None, prompt: int | None) -> None:
     """Perplexity of texts, each token predicted from the cache as decode would read it.
 
     A text is cut into windows of --context tokens; the last partial one is dropped. A window
-    begins with an empty cache, and every token of it but the first is scored.
+    begins with an empty cache, and every token of it but the first is scored. With --prompt the
+    window begins with a prompt, which is packed where the format packs prompts as a whole.
     """
-    _quality(job, context, max_tokens, PERPLEXITY, show_exact=True)
+    _quality(job, context, max_tokens, prompt, PERPLEXITY, show_exact=True)
 
 
 @command.command("kld")
-@eval_options
+@job_options
+@measured_text
 @window_options
-def kld(job: Job, context: int, max_tokens: int | None) -> None:
+def kld(job: Job, context: int, max_tokens: int | None, prompt: int | None) -> None:
     """Kullback-Leibler divergence from the model with an exact cache, on the windows of `ppl`.
 
     Also the share of tokens whose likeliest successor stays the same.
     """
-    _quality(job, context, max_tokens, DIVERGENCE, show_exact=False)
+    _quality(job, context, max_tokens, prompt, DIVERGENCE, show_exact=False)
 
 
 @command.command("attn")
-@eval_options
+@job_options
+@measured_text
 @click.option(
     "--tokens",
     type=click.IntRange(min=64),
@@ -180,7 +119,7 @@ def attn(job: Job, tokens: int, details: bool) -> None:
     tokens = whole_pages(tokens)
     model, documents = _open(job, tokens, "--tokens")
     sequences = cut_windows([ids[:tokens] for ids in documents], tokens)
-    with _progress() as progress:
+    with token_progress() as progress:
         errors = attention_errors(model, job.specs, sequences, progress)
     columns = [
         Column("kv", "cache"),
@@ -209,6 +148,7 @@ def _quality(
     job: Job,
     context: int,
     max_tokens: int | None,
+    prompt: int | None,
     columns: Sequence[Column],
     show_exact: bool,
 ) -> None:
@@ -219,42 +159,32 @@ def _quality(
             f"--max-tokens: {max_tokens:,} tokens are less than one window of {context:,} "
             "(--context takes less)"
         )
+    if prompt is not None and prompt >= context:
+        raise UsageError(
+            f"--prompt: a prompt of {prompt:,} tokens leaves none to score in a window of "
+            f"{context:,} (--context takes more)"
+        )
     model, documents = _open(job, context, "--context")
     windows = cut_windows(documents, context, max_tokens)
     note_unpacked(job.formats, context)
-    with _progress() as progress:
-        exact, measured = measure_quality(model, job.specs, windows, progress)
+    with token_progress() as progress:
+        exact, measured = measure_quality(model, job.specs, windows, progress, prompt=prompt)
     count = f"{len(windows):,} window{'s' * (len(windows) > 1)}"
+    behind = "" if prompt is None else f" behind prompts of {prompt:,}"
+    extra = {} if prompt is None else {"prompt_tokens": prompt}
     with make_report(job.output, columns, emit) as report:
         device = model.ops.device_name
         report.heading(
-            f"{count} of {context:,} tokens, {exact.tokens:,} tokens scored, on {device}"
+            f"{count} of {context:,} tokens, {exact.tokens:,} tokens scored{behind}, on {device}"
         )
-        report.attach(exact=asdict(exact), device=device)
+        report.attach(exact=asdict(exact) | extra, device=device)
         if show_exact and job.output != OBJECT:
-            report.row(asdict(exact) | dict.fromkeys(BESIDE_EXACT))
+            report.row(asdict(exact) | dict.fromkeys(BESIDE_EXACT) | extra)
         for name, row in zip(job.names, measured):
-            report.row(asdict(replace(row, kv=name)))
+            report.row(asdict(replace(row, kv=name)) | extra)
 
 
 # What the options name
-
-
-def _config(name: str) -> ModelConfig:
-    """The config of a model whose quality can be measured."""
-    from ..source import find_source
-
-    source = find_source(name)
-    if source.synthetic:
-        raise UnsupportedError(f"-m {name}: random weights have no quality to measure")
-    return source.config
-
-
-def _read(path: str) -> str:
-    text = read_text_file(path, "--text")
-    if not text.strip():
-        raise UsageError(f"--text: {path} is empty")
-    return text
 
 
 def _open(job: Job, tokens: int, option: str) -> tuple[Model, list[list[int]]]:
@@ -276,14 +206,6 @@ def _open(job: Job, tokens: int, option: str) -> tuple[Model, list[list[int]]]:
 
 
 # What is printed
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    from .progress import console_progress, tokens
-
-    with console_progress(tokens) as progress:
-        yield progress
 
 
 def _digits(count: int) -> Callable[[float], str]:

@@ -2,13 +2,14 @@
 
 A text is tokenised once, without special tokens, and cut into consecutive windows. A window begins
 with an empty cache; every token but its first is scored, predicted from the tokens before it as
-`decode` would have seen them: packed where a page is sealed, exact elsewhere.
+`decode` would have seen them: packed where a page is sealed, exact elsewhere. A window can begin
+with a prompt, whose tokens see one another exactly, as in a chat; then what follows it is scored.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,10 +23,13 @@ from .progress import Progress, silent
 
 if TYPE_CHECKING:
     from .generate import Model
-    from .kvstore import KVSpec
+    from .kvstore import KVSpec, KVStore
 
 LOGIT_ROWS = 128
 """Logits are made for so many tokens at a time: 24 MiB with a vocabulary of 49,152 tokens."""
+
+_Told = Callable[[float], None]
+"""Told what share of a window is done."""
 
 _SCORED_ROWS = 16
 """Of these, a thread scores so many; on a GPU's machine this would take longer than the model."""
@@ -79,23 +83,37 @@ def cut_windows(
 
 
 def measure_quality(
-    model: Model, specs: Sequence[KVSpec], windows: np.ndarray, progress: Progress = silent
+    model: Model,
+    specs: Sequence[KVSpec],
+    windows: np.ndarray,
+    progress: Progress = silent,
+    *,
+    prompt: int | None = None,
 ) -> tuple[Quality, list[Quality]]:
     """The exact model, and each format, on windows (count, context) of token ids.
 
-    `progress` counts tokens, those of every format and of the exact model. Raises CodecError for
-    a format whose logits are not finite.
+    With a `prompt` the first so many tokens of a window go into the cache as a prompt does (a
+    format that packs at a prompt's end does it there), and the context - prompt tokens after them
+    are scored. `progress` counts tokens, those of every format and of the exact model. Raises
+    UsageError for a prompt that leaves no token to score, CodecError for a format whose logits are
+    not finite.
     """
     from .backends.cpu import available_threads
 
+    if prompt is not None and not 1 <= prompt < windows.shape[1]:
+        raise UsageError(
+            f"a prompt must be 1 to {windows.shape[1] - 1:,} tokens in windows of "
+            f"{windows.shape[1]:,}, got {prompt:,}"
+        )
+    first = 1 if prompt is None else prompt  # of a window, the first token that is scored
     for spec in specs:
         model.new_store(spec)  # refuses what the model cannot have, before any work
     passes = [_Pass("exact", None), *(_Pass(str(spec), spec) for spec in specs)]
     context, total = windows.shape[1], len(passes) * windows.size
     done = 0
 
-    def layers(layer: int, layers: int) -> None:
-        progress("measure", done + context * layer // layers, total)
+    def told(share: float) -> None:
+        progress("measure", done + int(context * share), total)
 
     # The threads of a GPU's model are not those of this machine.
     threads = model.ops.threads if model.ops.name == "cpu" else available_threads()
@@ -103,9 +121,10 @@ def measure_quality(
         for window in windows:
             hidden = []
             for run in passes:
-                hidden.append(run.hidden(model, window[:-1], layers))  # (context - 1, hidden_size)
+                # (context - first, hidden_size)
+                hidden.append(run.hidden(model, window[:-1], first, prompt is not None, told))
                 done += context
-            _score(model, passes, hidden, window[1:], pool)
+            _score(model, passes, hidden, window[first:], pool)
     exact = passes[0].quality(passes[0])
     return exact, [run.quality(passes[0]) for run in passes[1:]]
 
@@ -148,14 +167,18 @@ class _Pass:
         self.tokens = 0
         self.windows: list[np.ndarray] = []  # of each window (3,): nll, kld, top-1 share
 
-    def hidden(self, model: Model, ids: np.ndarray, progress: Any) -> Any:
-        """Rows (n, hidden_size) f32 that become logits."""
+    def hidden(self, model: Model, ids: np.ndarray, first: int, prompted: bool, told: _Told) -> Any:
+        """Rows (n, hidden_size) f32 that become logits, those of tokens first - 1, first, ...
+
+        `prompted`: the tokens before `first` are a prompt.
+        """
         started = perf_counter()
         if self.spec is None:
-            rows = model.decoder.trace(ids, progress=progress)
+            rows = model.decoder.trace(ids, progress=_part(told, 0, 1))[first - 1 :]
         else:
             store = model.new_store(self.spec)
-            rows = model.decoder.hidden(ids, store, history="packed", progress=progress)
+            fill = _after_prompt if prompted else _whole
+            rows = fill(model, store, ids, first, told)
             self.bits_per_element = store.stats().bits_per_element
         self.seconds += perf_counter() - started
         return rows
@@ -177,6 +200,27 @@ class _Pass:
             nll_se=_standard_error(nlls),
             dnll_se=_standard_error(rises),
         )
+
+
+def _whole(model: Model, store: KVStore, ids: np.ndarray, first: int, told: _Told) -> Any:
+    return model.decoder.hidden(ids, store, history="packed", progress=_part(told, 0, 1))
+
+
+def _after_prompt(model: Model, store: KVStore, ids: np.ndarray, first: int, told: _Told) -> Any:
+    """Rows (len(ids) - first + 1, hidden_size) f32: of a prompt's last token, and of the rest."""
+    decoder, share = model.decoder, first / len(ids)
+    rows = model.ops.empty((len(ids) - first + 1, model.config.hidden_size))
+    seen = _part(told, 0, share)
+    rows[:1] = decoder.hidden(ids[:first], store, history="exact", progress=seen)[-1:]
+    if first < len(ids):
+        seen = _part(told, share, 1)
+        rows[1:] = decoder.hidden(ids[first:], store, history="packed", progress=seen)
+    return rows
+
+
+def _part(told: _Told, start: float, end: float) -> Callable[[int, int], None]:
+    """The progress of a pass, in layers, as that of a part of a window."""
+    return lambda layer, layers: told(start + (end - start) * layer / layers)
 
 
 def _standard_error(means: np.ndarray) -> float | None:

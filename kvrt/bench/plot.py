@@ -97,7 +97,15 @@ def check_plot(path: Path) -> None:
 def write_plot(path: Path, series: Sequence[Series], title: str, subtitle: str) -> None:
     """Draw the series and write them as PNG or SVG, by the ending of `path`.
 
-    Equal input gives an equal file, whatever style the user has set up. Raises UsageError where
+    Raises what `write_figure` raises.
+    """
+    write_figure(path, lambda figure: _Picture(figure, series).draw(title, subtitle))
+
+
+def write_figure(path: Path, draw: Callable[[Any], None]) -> None:
+    """Write what `draw` puts on a matplotlib Figure as PNG or SVG, by the ending of `path`.
+
+    Equal drawings give an equal file, whatever style the user has set up. Raises UsageError where
     matplotlib does not load, StorageError where the file cannot be written.
     """
     try:
@@ -114,7 +122,7 @@ def write_plot(path: Path, series: Sequence[Series], title: str, subtitle: str) 
         warnings.filterwarnings("ignore", "Glyph .* missing from")
         figure = Figure(dpi=_DPI)
         FigureCanvasAgg(figure)  # measures texts; not pyplot, so nothing is left behind
-        _Picture(figure, series).draw(title, subtitle)
+        draw(figure)
         unnamed = {"Date": None} if ending == "svg" else {"Software": None}
         figure.savefig(picture, format=ending, dpi=_DPI, metadata=unnamed)
     atomic_write(path, picture.getvalue())

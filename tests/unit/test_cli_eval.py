@@ -148,6 +148,22 @@ def test_max_tokens(model: str, text: str, capsys: Any, limit: str, tokens: int)
     assert row["tokens"] == tokens
 
 
+@pytest.mark.parametrize("what", ["ppl", "kld"])
+def test_rows_behind_a_prompt(model: str, text: str, capsys: Any, what: str) -> None:
+    args = [what, "-m", model, "--text", text, "--context", "100", "--prompt", "60", "-t", "1"]
+    rows = rows_of(capsys, [*args, "--kv", f"f32,{LONG}"])
+    for row in rows:
+        assert set(row) == {*QUALITY_KEYS, "prompt_tokens"}
+        assert (row["tokens"], row["prompt_tokens"]) == (3 * 40, 60)
+    assert rows[0]["kld"] < 1e-7 < rows[1]["kld"]
+    assert run(["eval", *args, "-o", "csv"]) == 0
+    cells = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert {row["prompt_tokens"] for row in cells} == {"60"}
+    assert run(["eval", *args]) == 0
+    heading = capsys.readouterr().out.splitlines()[0]
+    assert heading.startswith("3 windows of 100 tokens, 120 tokens scored behind prompts of 60, on")
+
+
 def test_several_texts_are_cut_each_by_itself(
     model: str, text: str, tmp_path: Path, capsys: Any
 ) -> None:
@@ -294,6 +310,12 @@ def test_wrong_requests(
         ),
         (["ppl", "--max-tokens", "1"], "'--max-tokens'"),
         (["ppl", "--context", "100", "--max-tokens", "99"], "--max-tokens: 99 tokens are less"),
+        (["ppl", "--prompt", "0"], "'--prompt'"),
+        (
+            ["kld", "--context", "100", "--prompt", "100"],
+            "--prompt: a prompt of 100 tokens leaves none to score in a window of 100",
+        ),
+        (["attn", "--prompt", "10"], "--prompt"),
         (["attn", "--tokens", "63"], "'--tokens'"),
         (
             ["attn", "--tokens", "330"],
