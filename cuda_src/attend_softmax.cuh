@@ -1,8 +1,8 @@
 // The running softmax of a warp, and how warps and splits become one. WARPS is that of a CTA.
 #pragma once
+#include "attend_merge.cuh"
 #include "attend_values.cuh"
 
-static constexpr float NOTHING = -1e30f;
 // The largest weight is 2^WEIGHT_BITS when the maximum is taken, so that small ones are not lost as halves. It may grow
 // until a lane's weights of a page sum up to MOST_WEIGHT: products of weights with scales up to 255 are halves
 // (weights up to 256; 16 where values are non-uniform integers, whose halves may be thousands, or with MORE_LOW).
@@ -187,48 +187,6 @@ KVRT_INLINE void write_state(float* place, Softmax& state, int heads) {
   }
 }
 
-// The state of one query head, over a warp: sums[i] are the channels 4 (lane + 32 i) ... + 3.
-static constexpr int QUARTERS = HEAD_DIM / 4, PARTS = (QUARTERS + WARP - 1) / WARP;
-
-KVRT_INLINE float warp_maximum(float x) {
-#pragma unroll
-  for (int d = 1; d < WARP; d *= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, d));
-  return x;
-}
-KVRT_INLINE float warp_sum(float x) {
-#pragma unroll
-  for (int d = 1; d < WARP; d *= 2) x += __shfl_xor_sync(ALL_LANES, x, d);
-  return x;
-}
-
-struct HeadState {
-  float peak = NOTHING, total = 0;
-  float4 sums[PARTS] = {};
-
-  // Make room for the states that the lanes know maximum and total of: (NOTHING, 0) for none. Returns the weight of
-  // the lane's.
-  KVRT_INLINE float take(float other_peak, float other_total) {
-    const float top = fmaxf(peak, warp_maximum(other_peak));
-    const float shrink = ptx::exp2(peak - top), weight = ptx::exp2(other_peak - top);
-    peak = top;
-    total = total * shrink + warp_sum(weight * other_total);
-#pragma unroll
-    for (int i = 0; i < PARTS; ++i) {
-      sums[i].x *= shrink;
-      sums[i].y *= shrink;
-      sums[i].z *= shrink;
-      sums[i].w *= shrink;
-    }
-    return weight;
-  }
-  KVRT_INLINE void add(int i, const float4& other, float weight) {
-    sums[i].x += weight * other.x;
-    sums[i].y += weight * other.y;
-    sums[i].z += weight * other.z;
-    sums[i].w += weight * other.w;
-  }
-};
-
 // Of head h, what the CTA's warps wrote, `stride` floats from one to the next.
 KVRT_INLINE void merge_warps(HeadState& merged, const float* states, int stride, int h) {
   const int lane = threadIdx.x % WARP;
@@ -242,73 +200,6 @@ KVRT_INLINE void merge_warps(HeadState& merged, const float* states, int stride,
     for (int i = 0; i < PARTS; ++i)
       if (lane + WARP * i < QUARTERS)
         merged.add(i, reinterpret_cast<const float4*>(states + w * stride + h * PITCH)[lane + WARP * i], factor);
-  }
-}
-
-// CTAs hand over their states in memory that is zero before and after: a word that is no longer zero has arrived, so
-// neither a fence nor a flag is needed. Zeros are sent as -0.
-KVRT_INLINE float to_send(float x) { return x == 0 ? -0.0f : x; }
-KVRT_INLINE bool has_arrived(float x) { return __float_as_uint(x) != 0; }
-
-// sums (HEAD_DIM,) and stats (2,) of one head and CTA.
-KVRT_INLINE void send(const HeadState& state, float* sums, float* stats) {
-  const int lane = threadIdx.x % WARP;
-  if (lane == 0) ptx::store_relaxed2(stats, {to_send(state.peak), to_send(state.total)});
-#pragma unroll
-  for (int i = 0; i < PARTS; ++i)
-    if (lane + WARP * i < QUARTERS) {
-      const float4& x = state.sums[i];
-      ptx::store_relaxed4(sums + 4 * (lane + WARP * i), {to_send(x.x), to_send(x.y), to_send(x.z), to_send(x.w)});
-    }
-}
-
-// Merge what `count` CTAs found of one head: `own` of CTA number `self`, and what the others send: sums (count, 8,
-// HEAD_DIM) from this head on, and stats (count, 8, 2). In the order of their numbers, so that the last bit of the
-// result does not depend on who was the last.
-KVRT_INLINE void receive(HeadState& state, const HeadState& own, int self, float* sums, float* stats, int count) {
-  constexpr int AT_ONCE = 16 / PARTS;
-  const int lane = threadIdx.x % WARP;
-  for (int first = 0; first < count; first += AT_ONCE) {
-    const int left = count - first;
-    float4 parts[AT_ONCE][PARTS];
-    float2 mine = {NOTHING, 0};
-    bool complete;
-    do {
-      complete = true;
-      if (lane < AT_ONCE && lane < left) {
-        mine = first + lane == self ? float2{to_send(own.peak), to_send(own.total)}
-                                    : ptx::load_relaxed2(stats + (first + lane) * 16);
-        complete = has_arrived(mine.x) && has_arrived(mine.y);
-      }
-#pragma unroll
-      for (int j = 0; j < AT_ONCE; ++j)
-#pragma unroll
-        for (int i = 0; i < PARTS; ++i)
-          if (j < left && first + j != self && lane + WARP * i < QUARTERS)
-            parts[j][i] = ptx::load_relaxed4(sums + i64(first + j) * 8 * HEAD_DIM + 4 * (lane + WARP * i));
-          else
-            parts[j][i] = {-0.0f, -0.0f, -0.0f, -0.0f};
-#pragma unroll
-      for (int j = 0; j < AT_ONCE; ++j)
-#pragma unroll
-        for (int i = 0; i < PARTS; ++i) {
-          const float4& x = parts[j][i];
-          complete = complete && has_arrived(x.x) && has_arrived(x.y) && has_arrived(x.z) && has_arrived(x.w);
-        }
-    } while (!complete);
-    __syncwarp();
-    const float weight = state.take(mine.x, mine.y);
-    if (lane < AT_ONCE && lane < left) *reinterpret_cast<float2*>(stats + (first + lane) * 16) = {0, 0};
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; ++j) {
-      const float factor = __shfl_sync(ALL_LANES, weight, j);
-#pragma unroll
-      for (int i = 0; i < PARTS; ++i) {
-        state.add(i, first + j == self ? own.sums[i] : parts[j][i], j < left ? factor : 0.0f);
-        if (j < left && lane + WARP * i < QUARTERS)
-          *reinterpret_cast<float4*>(sums + i64(first + j) * 8 * HEAD_DIM + 4 * (lane + WARP * i)) = {0, 0, 0, 0};
-      }
-    }
   }
 }
 

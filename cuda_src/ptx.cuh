@@ -160,6 +160,11 @@ KVRT_INLINE long long load_early(const long long* place) {
   asm volatile("ld.global.b64 %0, [%1];" : "=l"(x) : "l"(place));
   return x;
 }
+KVRT_INLINE u32 load_early(const unsigned char* place) {
+  u32 x;
+  asm volatile("ld.global.u8 %0, [%1];" : "=r"(x) : "l"(place));
+  return x;
+}
 KVRT_INLINE float load_early(const float* place) {
   float x;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(place));

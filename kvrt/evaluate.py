@@ -23,7 +23,8 @@ from .progress import Progress, silent
 
 if TYPE_CHECKING:
     from .generate import Model
-    from .kvstore import KVSpec, KVStore
+    from .kvstore import KVSpec
+    from .stores import Store
 
 LOGIT_ROWS = 128
 """Logits are made for so many tokens at a time: 24 MiB with a vocabulary of 49,152 tokens."""
@@ -202,11 +203,11 @@ class _Pass:
         )
 
 
-def _whole(model: Model, store: KVStore, ids: np.ndarray, first: int, told: _Told) -> Any:
+def _whole(model: Model, store: Store, ids: np.ndarray, first: int, told: _Told) -> Any:
     return model.decoder.hidden(ids, store, history="packed", progress=_part(told, 0, 1))
 
 
-def _after_prompt(model: Model, store: KVStore, ids: np.ndarray, first: int, told: _Told) -> Any:
+def _after_prompt(model: Model, store: Store, ids: np.ndarray, first: int, told: _Told) -> Any:
     """Rows (len(ids) - first + 1, hidden_size) f32: of a prompt's last token, and of the rest."""
     decoder, share = model.decoder, first / len(ids)
     rows = model.ops.empty((len(ids) - first + 1, model.config.hidden_size))

@@ -11,7 +11,8 @@ import numpy as np
 from ..errors import KernelError, OutOfMemoryError
 from .checks import check_linear, check_rmsnorm, check_rope, check_swiglu
 from .cpu_math import F32, KINDS
-from .cuda_cache import CacheKernels, Device
+from .cuda_cache import Device
+from .cuda_zones import ZoneKernels
 from .ops import Array, Linear, Matrix, Norm, RandomMatrix
 from .projection_shape import blocks_an_sm, projection_shape
 from .view import TOKEN_ID, Extent
@@ -29,7 +30,7 @@ _KEPT_BYTES = 4 << 20
 _DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
 
 
-class CudaOps(CacheKernels):
+class CudaOps(ZoneKernels):
     """`Ops` on arrays of a GPU. See the protocol for shapes."""
 
     name = "cuda"

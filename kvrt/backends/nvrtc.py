@@ -27,7 +27,9 @@ _FILES = ("libnvrtc.so.[0-9]*", "nvrtc64_*_0.dll")
 _NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 
 # Bytes of the cache are compared with the CPU's, which rounds products before sums.
-_OWN_OPTIONS: Mapping[str, tuple[str, ...]] = {"store.cu": ("-fmad=false",)}
+_OWN_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    name: ("-fmad=false",) for name in ("store.cu", "zones.cu")
+}
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
+
+from .cuda_zones import zone_defines
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 """Head sizes that prefill attention has a variant for."""
 
 KINDS = (0, 1, 2)
 """Numbers of a weight matrix: f32, f16, bf16 (`cpu_math.KINDS`)."""
+
+GROUPS = (4, 8)
+"""Query heads of a KV head that attention over zones has a variant for each."""
+
+SHARED = (227 * 1024, 163 * 1024)
+"""Bytes of shared memory that a block may have: from sm_90 on, and on sm_80."""
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 """What every variant is compiled for where there is no GPU: one of each generation."""
@@ -36,6 +45,13 @@ def _over(source: str, name: str, values: Iterable[Any]) -> Iterator[Variant]:
         yield Variant(source, {name: value})
 
 
+def _of_zones() -> Iterator[Variant]:
+    """What attention over zones is compiled with, each once."""
+    shapes = (zone_defines(*shape) for shape in product(HEAD_DIMS, GROUPS, SHARED))
+    for defines in {tuple(shape.items()): shape for shape in shapes}.values():
+        yield Variant("attend_zones.cu", defines)
+
+
 def variants() -> list[Variant]:
     """All variants. A new source joins by a line here."""
     return [
@@ -43,8 +59,11 @@ def variants() -> list[Variant]:
         Variant("layers.cu"),
         *_over("gemv.cu", "KIND", KINDS),
         *_over("prefill.cu", "HEAD_DIM", HEAD_DIMS),
+        Variant("zones.cu"),
+        *_over("received.cu", "HEAD_DIM", HEAD_DIMS),
+        *_of_zones(),
     ]
 
 
-NO_SPILLS = ("attend.cu", "prefill.cu")
+NO_SPILLS = ("attend.cu", "prefill.cu", "zones.cu", "received.cu", "attend_zones.cu")
 """Sources whose kernels must fit into registers."""

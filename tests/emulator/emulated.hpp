@@ -365,6 +365,7 @@ inline void keep_order() {}
 inline const unsigned char* as_base(const unsigned char* place) { return place; }
 inline uint4 load_stream(const void* place) { return *static_cast<const uint4*>(place); }
 inline long long load_early(const long long* place) { return *place; }
+inline u32 load_early(const unsigned char* place) { return *place; }
 inline float load_early(const float* place) { return *place; }
 
 // Kernels run one after the other.
