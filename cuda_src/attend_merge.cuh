@@ -46,6 +46,31 @@ struct HeadState {
   }
 };
 
+// Undo the Hadamard transform of the sums in blocks of `block` channels, a power of two; 0: there was none.
+KVRT_INLINE void unrotate(HeadState& state, int block) {
+  if (block == 0) return;
+  const float factor = rsqrtf(float(block));
+#pragma unroll
+  for (int i = 0; i < PARTS; ++i) {
+    float4& x = state.sums[i];
+    const float a = x.x + x.y, b = x.x - x.y, c = x.z + x.w, d = x.z - x.w;  // blocks are 16 channels at least
+    x = {(a + c) * factor, (b + d) * factor, (a - c) * factor, (b - d) * factor};
+    for (int way = 1; way < WARP && 4 * way < block; way *= 2) {
+      const float sign = threadIdx.x % WARP & way ? -1.0f : 1.0f;
+      x.x = __shfl_xor_sync(ALL_LANES, x.x, way) + sign * x.x;
+      x.y = __shfl_xor_sync(ALL_LANES, x.y, way) + sign * x.y;
+      x.z = __shfl_xor_sync(ALL_LANES, x.z, way) + sign * x.z;
+      x.w = __shfl_xor_sync(ALL_LANES, x.w, way) + sign * x.w;
+    }
+  }
+  if constexpr (PARTS == 2) {
+    if (block <= 4 * WARP) return;
+    const float4 low = state.sums[0], high = state.sums[1];
+    state.sums[0] = {low.x + high.x, low.y + high.y, low.z + high.z, low.w + high.w};
+    state.sums[1] = {low.x - high.x, low.y - high.y, low.z - high.z, low.w - high.w};
+  }
+}
+
 // CTAs hand over their states in memory that is zero before and after: a word that is no longer zero has arrived, so
 // neither a fence nor a flag is needed. Zeros are sent as -0.
 KVRT_INLINE float to_send(float x) { return x == 0 ? -0.0f : x; }

@@ -206,6 +206,7 @@ attend_zones(const float* q, const i64* layer, const i64* lengths, float scale, 
     }
     HeadState merged;
     receive(merged, mine, share.index, all_sums + h * HEAD_DIM, all_stats + 2 * h, share.count);
+    unrotate(merged, int(layer[VIEW_VALUE_HADAMARD]));
     const float factor = 1.0f / merged.total;
 #pragma unroll
     for (int i = 0; i < PARTS; ++i)

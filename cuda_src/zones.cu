@@ -9,7 +9,7 @@
 // Rows of 64 of a block of `value_errors`, one a thread.
 static constexpr int ERROR_ROWS = 64;
 
-// out (4, heads, n) f32 = sum x^2 of each token, then its squared errors at 2 (with the search), 4 and 8 bits.
+// out (4, heads, n) f32 = sum x^2 of each token, then its squared errors at 2, 4 and 8 bits.
 // Grid (n * heads / 64, up), 64 threads.
 extern "C" __global__ void __launch_bounds__(64)
 value_errors(const float* values, i64 n, int heads, int dim, float* out) {
@@ -32,11 +32,8 @@ value_errors(const float* values, i64 n, int heads, int dim, float* out) {
   const i64 row = first + threadIdx.x, side = heads * n;
   float* to = out + row % heads * n + row / heads;
   to[0] = squares(group);
-  float error;
-  fit_clipped(group, error);
-  to[side] = error;
-  to[2 * side] = squared_error(group, fit(group, 4, ASYM));
-  to[3 * side] = squared_error(group, fit(group, 8, ASYM));
+#pragma unroll
+  for (int i = 0; i < 3; ++i) to[(i + 1) * side] = squared_error(group, fit(group, 2 << i, ASYM));
 }
 
 // A tile of the `count` tokens of a block.
@@ -107,8 +104,7 @@ pack_zones(const float* keys, const float* values, int kv_heads, int dim, const 
   for (int j = counts.of(0) + threadIdx.x; j < counts.total(); j += THREADS) {
     const int bits = counts.bits(j);
     const Group group{tile, is_value, is_value ? j : block.channels[j], 0, is_value ? dim : count};
-    float error;
-    const Levels levels = is_value && bits == 2 ? fit_clipped(group, error) : fit(group, bits, ASYM);
+    const Levels levels = fit(group, bits, ASYM);
     meta[2 * (j - counts.of(0))] = half_bits(levels.scale);
     meta[2 * (j - counts.of(0)) + 1] = half_bits(levels.minimum);
     const Coder coder(levels);

@@ -104,4 +104,5 @@ def attend_zones(
             cpu_attn.values_by_token(dim, 0, count, group, tile_at, weights, acc_at)
         if jit.atomic_add(arrivals + head * 8, 1) == splits - 1:
             jit.array(arrivals + head * 8, (1,), np.int64)[0] = 0
-            cpu_attn.combine(head, splits, group, dim, partials, sums, 0, out)
+            hadamard = info[view.VALUE_HADAMARD]
+            cpu_attn.combine(head, splits, group, dim, partials, sums, hadamard, out)

@@ -3,8 +3,8 @@
 Both sides are quantised as tiles whose rows are what a group runs along and whose columns are the
 groups, all done at once: V is (channels, tokens), K is (tokens, channels). Columns are sorted by
 width, as a block's rows are. A group's scale and minimum are KIVI's (arXiv 2402.02750; see
-kvrt/kvstore/codecs/intq.py); at 2 bits V's are the best of eight clipped ranges. Sums go from first
-to last in float32, every operation rounded, so that each backend gives the same bits.
+kvrt/kvstore/codecs/intq.py). Sums go from first to last in float32, every operation rounded, so
+that each backend gives the same bits.
 """
 
 import numpy as np
@@ -12,12 +12,10 @@ import numpy as np
 from . import cpu_math, jit
 from .ops import PAGE_TOKENS
 
-_LOW, _HIGH, _SCALE, _MINIMUM, ERROR, _BEST_SCALE, _BEST_MINIMUM, _BEST_ERROR = range(8)
+_LOW, _HIGH, _SCALE, _MINIMUM, ERROR = range(5)
 """Rows of a thread's `numbers`, one number a column."""
 
-COLUMN_NUMBERS = 8
-_CLIPS = 8
-"""Ranges that are tried for V at 2 bits: 1, 15/16, ... 9/16 of the whole."""
+COLUMN_NUMBERS = 5
 
 
 @jit.inline
@@ -117,17 +115,7 @@ def errors(tile, length, first, last, bits, numbers, total):
 
 
 @jit.exact
-def _clipped(low, high, part, scale, minimum):
-    """The levels of 2 bits for a part of each range."""
-    for j in range(scale.shape[0]):
-        middle = (low[j] + high[j]) / np.float32(2.0)
-        half = (high[j] - low[j]) / np.float32(2.0)
-        scale[j] = _half(np.float32(2.0) * part * half / np.float32(3.0))
-        minimum[j] = _half(middle - part * half)
-
-
-@jit.exact
-def fit(tile, length, first, last, bits, clip, numbers):
+def fit(tile, length, first, last, bits, numbers):
     """Scales and minima of columns first ... last - 1 at a width."""
     low, high = numbers[_LOW, first:last], numbers[_HIGH, first:last]
     scale, minimum = numbers[_SCALE, first:last], numbers[_MINIMUM, first:last]
@@ -138,26 +126,9 @@ def fit(tile, length, first, last, bits, clip, numbers):
         high[j] = start[j]
     for k in range(1, length):
         _widen(tile[k, first:last], low, high)
-    if not clip:
-        for j in range(low.shape[0]):
-            scale[j] = _half((high[j] - low[j]) / top)
-            minimum[j] = _half(low[j])
-        return
-    error, best = numbers[ERROR, first:last], numbers[_BEST_ERROR, first:last]
-    best_scale = numbers[_BEST_SCALE, first:last]
-    best_minimum = numbers[_BEST_MINIMUM, first:last]
-    for i in range(_CLIPS):
-        part = np.float32(1.0) - np.float32(i) / np.float32(16.0)
-        _clipped(low, high, part, scale, minimum)
-        errors(tile, length, first, last, bits, numbers, error)
-        for j in range(low.shape[0]):
-            if i == 0 or error[j] < best[j]:
-                best[j] = error[j]
-                best_scale[j] = scale[j]
-                best_minimum[j] = minimum[j]
     for j in range(low.shape[0]):
-        scale[j] = best_scale[j]
-        minimum[j] = best_minimum[j]
+        scale[j] = _half((high[j] - low[j]) / top)
+        minimum[j] = _half(low[j])
 
 
 @jit.exact
@@ -174,10 +145,10 @@ def _store_codes(tile, column, length, bits, scale, minimum, at):
 
 
 @jit.exact
-def encode(tile, length, packed, clip, row, codes_at, meta_at, numbers):
+def encode(tile, length, packed, row, codes_at, meta_at, numbers):
     """Write a tile (length, columns) with so many columns of each width.
 
-    A column becomes a row with room for `row` numbers. `clip` searches for the range at 2 bits.
+    A column becomes a row with room for `row` numbers.
     """
     halves = count_of(packed, 0)
     for column in range(halves):
@@ -190,7 +161,7 @@ def encode(tile, length, packed, clip, row, codes_at, meta_at, numbers):
         bits = 16 >> index
         last = first + count_of(packed, index)
         if last > first:
-            fit(tile, length, first, last, bits, clip and bits == 2, numbers)
+            fit(tile, length, first, last, bits, numbers)
         for column in range(first, last):
             scale, minimum = numbers[_SCALE, column], numbers[_MINIMUM, column]
             meta = jit.array(meta_at + (column - halves) * 4, (2,), np.uint16)

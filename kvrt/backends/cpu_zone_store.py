@@ -35,7 +35,7 @@ def value_errors(
             cpu_zone_codes.add_squares(tile[d, :size], squares)
         for index in range(1, 4):
             bits = 1 << index
-            cpu_zone_codes.fit(tile, dim, 0, size, bits, bits == 2, numbers)
+            cpu_zone_codes.fit(tile, dim, 0, size, bits, numbers)
             cpu_zone_codes.errors(
                 tile, dim, 0, size, bits, numbers, sums[index, head, start : start + size]
             )
@@ -80,7 +80,7 @@ def key_errors(
             for d in range(dim):
                 sums[d, 0] += np.float64(error[d])
             for index in range(1, 4):
-                cpu_zone_codes.fit(tile, size, 0, dim, 1 << index, False, numbers)
+                cpu_zone_codes.fit(tile, size, 0, dim, 1 << index, numbers)
                 cpu_zone_codes.errors(tile, size, 0, dim, 1 << index, numbers, error)
                 for d in range(dim):
                     sums[d, index] += np.float64(error[d])
@@ -118,7 +118,7 @@ def pack_zones(
             row = jit.array(values + (rows[t] * heads + head) * dim * 4, (dim,), np.float32)
             for d in range(dim):
                 tile[d, t] = row[d]
-        cpu_zone_codes.encode(tile, dim, by_token, True, dim, run, run + value_meta, numbers)
+        cpu_zone_codes.encode(tile, dim, by_token, dim, run, run + value_meta, numbers)
         tile = jit.array(place, (size, kept), np.float32)
         for t in range(size):
             row = jit.array(keys + (rows[t] * heads + head) * dim * 4, (dim,), np.float32)
@@ -126,7 +126,7 @@ def pack_zones(
                 tile[t, c] = row[channels[c]]
         room = cpu_zone_codes.key_rows(by_token)
         cpu_zone_codes.encode(
-            tile, size, by_channel, False, room, run + key_codes, run + key_meta, numbers
+            tile, size, by_channel, room, run + key_codes, run + key_meta, numbers
         )
 
 

@@ -60,6 +60,11 @@ class Compression:
                 "shared is for the others"
             )
 
+    @property
+    def name(self) -> str:
+        """That of the policy, as `kvrt.trizone.policies` has it."""
+        return f"{self.policy}{':paper' * self.paper}"
+
     @classmethod
     def parse(cls, text: str) -> Compression:
         """Read POLICY:BUDGET[:OPTION]... Raises UsageError, UnsupportedError."""
@@ -89,7 +94,7 @@ class Compression:
         size = f"{budget}"
         if not isinstance(budget, int):
             size = f"{float(budget * 100):.6f}".rstrip("0").rstrip(".") + "%"
-        return f"{self.policy}{':paper' * self.paper}:{size}{':shared' * self.shared}"
+        return f"{self.name}:{size}{':shared' * self.shared}"
 
     def check(self, geometry: Geometry) -> None:
         """Raise UnsupportedError for a model whose prompts cannot be compressed."""

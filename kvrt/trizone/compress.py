@@ -52,10 +52,10 @@ def compress(
     keys (after RoPE), values (total, num_kv_heads, head_dim) f32, of which the last `new` are those
     that `queries` knows; budget: bytes of the candidates for each KV head.
     """
-    policy = POLICIES[f"{compression.policy}{':paper' * compression.paper}"]
+    policy = POLICIES[compression.name]
     heads, dim = keys.shape[1:]
     received = _received(ops, policy, keys, queries, new)
-    weights = policy.token_weights(ops.xp, received)[:, candidates]  # (heads, n) f32
+    weights = policy.token_weights(ops.xp, received, candidates)  # (heads, n) f32
     errors = ops.empty((4, *weights.shape))
     ops.value_errors(values[candidates], errors)
     distortion = policy.token_distortion(ops.xp, weights, errors)  # (widths, heads, n)

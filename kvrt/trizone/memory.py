@@ -25,6 +25,7 @@ class Memory:
         self._geometry = geometry
         self._ops = ops
         self._query_heads = query_heads
+        self.block = geometry.head_dim & -geometry.head_dim  # of the transform, in channels
         self._settings = np.zeros((geometry.num_layers, place.LAYER_SETTINGS), np.int64)
         self.settings = ops.to_device(self._settings)  # (layers, LAYER_SETTINGS) i64
         row, address = place.LAYER_SETTINGS * 8, ops.address(self.settings)
@@ -58,8 +59,8 @@ class Memory:
         keys[:, :used], values[:, :used] = zones.keys[:, :used], zones.values[:, :used]
         return replace(zones, keys=keys, values=values)
 
-    def point(self, layer: int, zones: Zones) -> None:
-        """Tell the kernels where a layer's tokens are."""
+    def point(self, layer: int, zones: Zones, rotated: bool) -> None:
+        """Tell the kernels where a layer's tokens are, and whether values are `rotated`."""
         settings, address = self._settings[layer], self._ops.address
         directory, queries = zones.directory, zones.queries
         values = {
@@ -71,6 +72,7 @@ class Memory:
             place.TAIL_KEYS: address(zones.keys),
             place.TAIL_VALUES: address(zones.values),
             place.FORM: POST,
+            place.VALUE_HADAMARD: self.block if rotated else 0,
             place.ZONE_UNITS: 0 if directory is None else address(directory.units),
             place.ZONE_STARTS: 0 if directory is None else address(directory.starts),
             place.QUERIES: 0 if queries is None else address(queries),

@@ -14,9 +14,10 @@ from ..kvstore.compression import EXACT_BYTES, Compression
 from ..kvstore.spec import KVSpec
 from .compress import Queries, compress
 from .layout import BLOCK_TOKENS
+from .policies import POLICIES
 from .reading import Readable
 from .segment import Directory, Segment
-from .state import State, Zones
+from .state import EXACT, State, Zones
 
 
 class Packing(Readable):
@@ -31,10 +32,15 @@ class Packing(Readable):
     @abstractmethod
     def _check_new(self, layer: int, k: Any, v: Any) -> None: ...
     @abstractmethod
-    def _settle(self, layer: int, zones: Zones, rows: int) -> None: ...
+    def _settle(self, layer: int, zones: Zones, rows: int, rotated: bool) -> None: ...
+
+    @property
+    def _rotates(self) -> bool:
+        """Whether values are rotated once some are packed."""
+        return POLICIES[self.compression.name].rotates
 
     def compress(self, layer: int, k: Any, v: Any, queries: Queries) -> None:
-        """Like `extend`, and then pack what the budget does not keep exact."""
+        """Like `extend`; then pack what the budget does not keep exact. v may be overwritten."""
         self._check_new(layer, k, v)
         rows = self._state.rows
         total = rows + len(k)
@@ -43,7 +49,10 @@ class Packing(Readable):
         if total <= sink + window or budget >= EXACT_BYTES * self.geometry.head_dim * total:
             self.extend(layer, k, v, queries)
             return
+        rotated = self._state.rotated
+        self._rotate(v, rotated)
         keys, values = self._with_exact(layer, k, v)
+        self._rotate(values, self._rotates and not rotated)
         exact = sink + window
         left = budget - EXACT_BYTES * self.geometry.head_dim * exact
         segment = compress(
@@ -53,7 +62,8 @@ class Packing(Readable):
         zones = self._with_segment(self._state.layers[layer], segment)
         kept = self._memory.exact(exact)
         zones = replace(zones, keys=kept[0], values=kept[1])
-        self._settle(layer, self._with_queries(zones, queries, len(k), exact), exact)
+        zones = self._with_queries(zones, queries, len(k), exact)
+        self._settle(layer, zones, exact, self._rotates)
         for slot, part in ((0, slice(sink)), (sink, slice(total - window, total))):
             self.ops.append(self._memory.views[layer], keys[part], values[part], slot)
 
@@ -94,16 +104,25 @@ class Packing(Readable):
             budget = budget * BLOCK_TOKENS // state.length
             if budget >= EXACT_BYTES * dim * BLOCK_TOKENS:
                 return
-            layers = tuple(self._packed(layer, budget) for layer in range(len(state.layers)))
+            rotated = self._rotates
+            layers = tuple(
+                self._packed(layer, budget, rotated and not state.rotated)
+                for layer in range(len(state.layers))
+            )
             rows = state.rows - BLOCK_TOKENS
+            frozen = state.length - (rows - self.spec.sink)
             self._moved = True
-            self._state = State(state.length, state.length - (rows - self.spec.sink), rows, layers)
+            self._state = State(state.length, frozen, rows, layers, rotated)
             self._recover()
 
-    def _packed(self, layer: int, budget: int) -> Zones:
-        """A layer whose oldest tokens that are not protected are packed."""
+    def _packed(self, layer: int, budget: int, rotate: bool) -> Zones:
+        """A layer whose oldest tokens that are not protected are packed.
+
+        `rotate`: its values are not rotated yet, and must be.
+        """
         zones, rows, sink = self._state.layers[layer], self._state.rows, self.spec.sink
         keys, values = self._exact(layer, rows)
+        self._rotate(values, rotate)
         asked = min(QUERY_ROWS, rows)
         order = np.arange(rows - asked, rows) % QUERY_ROWS
         assert zones.queries is not None  # recompress keeps them
@@ -112,12 +131,12 @@ class Packing(Readable):
         segment = compress(
             self.ops, self.compression, budget, keys, values, oldest, queries.__getitem__, asked
         )
+        self.ops.round_rows(values, EXACT)  # they were, unless just rotated
         kept = self._memory.exact(rows - BLOCK_TOKENS)
-        for new, old in zip(kept, (zones.keys, zones.values)):
-            new[:, :sink] = old[:, :sink]
-            new[:, sink : rows - BLOCK_TOKENS] = old[:, oldest.stop : rows]
-        zones = replace(zones, keys=kept[0], values=kept[1])
-        return self._with_segment(zones, segment)
+        for new, old in zip(kept, (keys, values)):
+            new[:, :sink] = old[:sink].swapaxes(0, 1)
+            new[:, sink : rows - BLOCK_TOKENS] = old[oldest.stop :].swapaxes(0, 1)
+        return self._with_segment(replace(zones, keys=kept[0], values=kept[1]), segment)
 
     def _exact(self, layer: int, more: int) -> tuple[Any, Any]:
         """Keys and values (rows, kv_heads, head_dim) f32: the exact tokens, and room for others."""

@@ -2,10 +2,12 @@
 
 A policy turns what was measured into weights, and weights into the distortion that each width
 leaves; of bytes and blocks it knows nothing. Keys and values are those of one layer after its
-prefill; weights are of all T tokens, the caller cuts the candidates out of them.
+prefill; weights are of the candidates among its T tokens, a slice of them.
 
-- rdkv (RDKV, arXiv 2605.08317): attention of the last queries, pooled; measured errors.
-- rdkv:paper: the same attention with the analytic distortion of the paper, sigma * 2^-bits.
+- rdkv (after RDKV, arXiv 2605.08317): attention of the last queries, half of it spread over 15
+  neighbours so that a sentence stays whole, and a floor so that more tokens are kept, at few bits;
+  measured errors.
+- rdkv:paper: attention pooled over 5, and the analytic distortion of the paper, sigma * 2^-bits.
 - snapkv (arXiv 2404.14469), adakv (arXiv 2407.11550), h2o (arXiv 2306.14048): evictions, which are
   widths of 0 and 16 bits.
 
@@ -47,23 +49,35 @@ class Policy:
     queries: int | None = 32
     per_query: bool = True  # divide by the number of queries that see the token
     pool: int = 5  # neighbours that share their weights, odd; 1: none
+    own: float = 0.0  # of its weight that a token keeps for itself
+    floor: float = 0.0  # what each gets beside, in means of the candidates' weights
+    apart: bool = False  # whether candidates share among themselves alone
+    rotates: bool = True  # whether values are packed after a Hadamard transform
 
     def asks(self, tokens: int) -> int:
         """How many of the last queries of a prompt the policy wants to see."""
         return tokens if self.queries is None else min(self.queries, tokens)
 
-    def token_weights(self, xp: Any, received: Array) -> Array:
-        """What each token is worth, (kv_heads, T) f32.
+    def token_weights(self, xp: Any, received: Array, candidates: slice) -> Array:
+        """What each of the candidates is worth, (kv_heads, n) f32.
 
-        received (kv_heads, T) f32: the attention that the last `asks(T)` queries give to each
-        token, summed over them and the heads of the group.
+        T and n are at least 1. received (kv_heads, T) f32: the attention that the last `asks(T)`
+        queries give to each of T tokens, summed over them and the heads of the group.
         """
         weights = received
         tokens = received.shape[1]
         if self.per_query:
             visible = xp.minimum(xp.arange(tokens, 0, -1), self.asks(tokens))  # (T,)
             weights = weights / visible.astype(xp.float32)
-        return _pooled(xp, weights, self.pool)
+        if self.apart:
+            weights = weights[:, candidates]
+        own = xp.float32(self.own)
+        weights = own * weights + (1 - own) * _pooled(xp, weights, self.pool)
+        if not self.apart:
+            weights = weights[:, candidates]
+        # In f64, so that in f32 it hardly ever depends on the order of the sum.
+        mean = weights.sum(axis=1, keepdims=True, dtype=xp.float64) / weights.shape[1]
+        return weights + (self.floor * mean).astype(xp.float32)
 
     def token_distortion(self, xp: Any, weights: Array, errors: Array) -> Array:
         """What each width of a V token leaves: (widths, kv_heads, n) f32.
@@ -132,6 +146,7 @@ class Eviction(Policy):
 
     widths: tuple[int, ...] = (0, 16)
     key_widths: tuple[int, ...] = (16,)
+    rotates: bool = False
 
     def token_distortion(self, xp: Any, weights: Array, errors: Array) -> Array:
         return xp.stack([weights, xp.zeros_like(weights)])
@@ -160,8 +175,8 @@ class AdaKV(Eviction):
 POLICIES = {
     policy.name: policy
     for policy in (
-        Policy("rdkv"),
-        PaperRdkv("rdkv:paper"),
+        Policy("rdkv", pool=15, own=0.5, floor=0.3, apart=True),
+        PaperRdkv("rdkv:paper", rotates=False),
         Eviction("snapkv", per_query=False),
         AdaKV("adakv", per_query=False),
         Eviction("h2o", queries=None, pool=1),

@@ -66,13 +66,29 @@ class Readable(ABC):
         if exact:
             for is_value, out in enumerate((keys, values)):
                 self.ops.recall(self._memory.views[layer], bool(is_value), 0, out[held - exact :])
+        self._rotate(values, self._state.rotated, inwards=False)
         return firsts
 
     def read_exact(self, layer: int, keys: Any, values: Any, position: int) -> None:
         """Round keys, values (n, num_kv_heads, head_dim) f32 in place to what zone C holds."""
         check_rows(self.geometry, keys, values, len(keys))
+        values[...] = self._kept(values)
         for rows in (keys, values):
             self.ops.round_rows(rows, EXACT)
+        self._rotate(values, self._state.rotated, inwards=False)
+
+    def _kept(self, values: Any) -> Any:
+        """values (n, num_kv_heads, head_dim) f32 as they are kept: itself, or a new array."""
+        if not self._state.rotated:
+            return values
+        values = values.copy()
+        self._rotate(values, True)
+        return values
+
+    def _rotate(self, values: Any, wanted: bool, inwards: bool = True) -> None:
+        """Put values (n, num_kv_heads, head_dim) f32 through the transform, in place, if wanted."""
+        if wanted:
+            self.ops.change_basis(values, inwards, hadamard=self._memory.block)
 
     def widths(self, layer: int) -> Widths:
         """How many tokens and channels a layer keeps at each width, of those compressed."""

@@ -5,7 +5,7 @@ F16, zone C; `layers.i.queries` (QUERY_ROWS, num_heads, head_dim) F32, where the
 each segment s `layers.i.zones.s` (bytes,) U8, its memory as it is, `layers.i.blocks.s` (units, 5)
 I64, head and tokens by width of each block, `layers.i.channels.s` (num_kv_heads, 4) I64, channels
 by width. Where a block begins follows from these. The text `zones` says how many tokens are exact,
-how many are frozen, and of each layer's segments the candidates.
+how many are frozen, whether values are rotated, and of each layer's segments the candidates.
 """
 
 from __future__ import annotations
@@ -49,32 +49,44 @@ def saved_state(state: State, ops: Ops) -> tuple[dict[str, Tensor], dict[str, st
                 _U8, data.shape, Copy(ops, data, slice(None))
             )
     candidates = [[segment.candidates for segment in zones.segments] for zones in state.layers]
-    text = json.dumps({"rows": state.rows, "frozen": state.frozen, "candidates": candidates})
-    return tensors, {"zones": text}
+    known = {
+        "rows": state.rows,
+        "frozen": state.frozen,
+        "rotated": state.rotated,
+        "candidates": candidates,
+    }
+    return tensors, {"zones": json.dumps(known)}
 
 
 def restored_state(file: TensorFile, tokens: int, empty: State, ops: Ops) -> State:
     """What a file holds; `empty` is that of a new store. Raises StorageError."""
-    rows, frozen, candidates = _text(file, tokens, len(empty.layers))
+    rows, frozen, rotated, candidates = _text(file, tokens, len(empty.layers))
     layers = tuple(
         _layer(file, layer, rows, candidates[layer], zones, ops)
         for layer, zones in enumerate(empty.layers)
     )
-    return State(tokens, frozen, rows, layers)
+    return State(tokens, frozen, rows, layers, rotated)
 
 
-def _text(file: TensorFile, tokens: int, layers: int) -> tuple[int, int, list[list[int]]]:
-    """Rows, frozen tokens and candidates, checked."""
+def _text(file: TensorFile, tokens: int, layers: int) -> tuple[int, int, bool, list[list[int]]]:
+    """Rows, frozen tokens, whether values are rotated, and candidates, checked."""
     try:
         known = json.loads(file.metadata.get("zones", ""))
         rows, frozen, candidates = known["rows"], known["frozen"], known["candidates"]
         right = all(_is_count(number) for number in (rows, frozen, *chain(*candidates)))
-        right = right and len(candidates) == layers and rows <= tokens and frozen <= tokens
+        rotated = known["rotated"]
+        right = (
+            right
+            and type(rotated) is bool
+            and len(candidates) == layers
+            and rows <= tokens
+            and frozen <= tokens
+        )
     except (ValueError, TypeError, KeyError, RecursionError):
         right = False
     if not right:
         raise file.damaged("its metadata do not say where tokens are")
-    return rows, frozen, candidates
+    return rows, frozen, rotated, candidates
 
 
 def _is_count(value: Any) -> bool:

@@ -47,10 +47,12 @@ class State:
     """What changes, in one object, so that an interrupt finds the store before or after a change.
 
     `length` tokens are cached, the newest `rows` of them, and the sinks, exactly; the first
-    `frozen` were compressed, or were there when others were.
+    `frozen` were compressed, or were there when others were. `rotated`: values are kept after a
+    Hadamard transform, from the first compression on, if the policy wants that.
     """
 
     length: int
     frozen: int
     rows: int
     layers: tuple[Zones, ...]
+    rotated: bool = False

@@ -83,7 +83,8 @@ class ZoneStore(Movable):
         self._extent = Extent()
         self._memory = Memory(geometry, ops, self._extent, self.query_heads)
         self._extending: int | None = None  # tokens that are being added
-        self._pending: dict[int, tuple[Zones, int]] = {}  # layers that have them, and their rows
+        # What layers that have them will be: zones, rows, whether values are rotated.
+        self._pending: dict[int, tuple[Zones, int, bool]] = {}
         self._stepped: set[int] = set()  # layers that have the next token
         self._moved = False  # whether kernels may see something else than the state
         self._state = State(0, 0, 0, self._memory.empty_layers())
@@ -113,7 +114,7 @@ class ZoneStore(Movable):
         self._check(layer, k, v, 1)
         self.check_room(1)
         self._reserve(self._state.rows + 1)
-        self.ops.append(self._memory.views[layer], k, v, self._state.rows)
+        self.ops.append(self._memory.views[layer], k, self._kept(v), self._state.rows)
         self._stepped.add(layer)
         self._extent.tail_tokens = self._state.rows + 1
 
@@ -170,14 +171,16 @@ class ZoneStore(Movable):
             self._extending = tokens
             yield
             check_complete(self.geometry, set(self._pending), "extend")
-            layers, rows = zip(*(self._pending[i] for i in range(self.geometry.num_layers)))
+            made = [self._pending[i] for i in range(self.geometry.num_layers)]
+            layers = tuple(zones for zones, _, _ in made)
+            _, rows, rotated = made[0]
             length, frozen = len(self) + tokens, self._state.frozen
-            if rows[0] < self._state.rows + tokens:
+            if rows < self._state.rows + tokens:
                 frozen = length
             self._extending, self._moved = None, False
-            self._state = State(length, frozen, rows[0], layers)
+            self._state = State(length, frozen, rows, layers, rotated)
             self._pending = {}
-            self._extent.tail_tokens = rows[0]
+            self._extent.tail_tokens = rows
         except BaseException:
             self._extending = None
             self._recover()
@@ -195,8 +198,8 @@ class ZoneStore(Movable):
         zones, rows = self._state.layers[layer], self._state.rows
         zones = self._memory.with_room(zones, rows + len(k), rows)
         zones = self._with_queries(zones, queries, len(k), rows + len(k))
-        self._settle(layer, zones, rows + len(k))
-        self.ops.append(self._memory.views[layer], k, v, rows)
+        self._settle(layer, zones, rows + len(k), self._state.rotated)
+        self.ops.append(self._memory.views[layer], k, self._kept(v), rows)
 
     def _check(self, layer: int, k: Any, v: Any, tokens: int) -> None:
         check_layer(self.geometry, layer)
@@ -211,11 +214,11 @@ class ZoneStore(Movable):
         if layer in self._pending:
             raise CodecError(f"layer {layer} has these tokens already, extend() it once")
 
-    def _settle(self, layer: int, zones: Zones, rows: int) -> None:
+    def _settle(self, layer: int, zones: Zones, rows: int, rotated: bool) -> None:
         """What a layer will be once all have the new tokens; kernels see it at once."""
         self._moved = True
-        self._pending[layer] = zones, rows
-        self._memory.point(layer, zones)
+        self._pending[layer] = zones, rows, rotated
+        self._memory.point(layer, zones, rotated)
 
     def _recover(self) -> None:
         """Undo a change that was interrupted. Interrupted itself, it is done again later."""
@@ -242,7 +245,7 @@ class ZoneStore(Movable):
 
     def _point_all(self) -> None:
         for layer, zones in enumerate(self._state.layers):
-            self._memory.point(layer, zones)
+            self._memory.point(layer, zones, self._state.rotated)
 
     def stats(self) -> StoreStats:
         """Bytes held now, summed over the arrays. Blocks that forks share count in each.

@@ -26,7 +26,7 @@ def widths(xp: Any, name: str, tokens: int, shared: bool) -> list[np.ndarray]:
     key_errors = rng.uniform(0.001, 0.3, (HEADS, DIM, 4)).cumprod(axis=2)
     q = rng.standard_normal((32, 2 * HEADS, DIM)).astype(np.float32)
 
-    weights = policy.token_weights(xp, xp.asarray(received))
+    weights = policy.token_weights(xp, xp.asarray(received), slice(0, tokens))
     left = policy.token_distortion(xp, weights, xp.asarray(errors))
     rates = np.array([V_RATES[width] for width in policy.widths])
     budgets = policy.head_budgets(xp, weights, np.full(HEADS, 30 * 128 + 77), 128)

@@ -29,7 +29,7 @@ def test_blocks_and_errors_have_equal_bits(cuda: CudaOps, heads: int, dim: int) 
     of_values = cuda.empty((4, heads, len(values)))
     cuda.value_errors(v, of_values)
     for head in range(heads):
-        expected = errors(np.ascontiguousarray(values[:, head]), clip=True)
+        expected = errors(np.ascontiguousarray(values[:, head]))
         assert cuda.to_host(of_values)[:, head].tobytes() == expected.tobytes()
     of_keys = cuda.empty((heads, dim, 4), np.float64)
     cuda.key_errors(k, tokens, firsts, counts, of_heads, of_keys)
@@ -37,7 +37,7 @@ def test_blocks_and_errors_have_equal_bits(cuda: CudaOps, heads: int, dim: int) 
     for first, count, head in zip(zones.firsts, zones.counts, zones.heads, strict=True):
         rows = zones.tokens[first : first + count]
         columns = np.ascontiguousarray(keys[rows, head].T)  # (dim, count)
-        sums[head] += errors(columns, clip=False).T.astype(np.float64)
+        sums[head] += errors(columns).T.astype(np.float64)
     assert cuda.to_host(of_keys).tobytes() == sums.tobytes()
     runs, units, _held = send_blocks(cuda, zones, filled=False)
     cuda.pack_zones(k, v, tokens, firsts, of_heads, units)

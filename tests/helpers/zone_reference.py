@@ -29,27 +29,17 @@ def _squared(x: np.ndarray, scale: np.ndarray, minimum: np.ndarray, top: int) ->
     return np.cumsum(rest * rest, axis=1, dtype=np.float32)[:, -1]
 
 
-def fit(x: np.ndarray, bits: int, clip: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def fit(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """Scales and minima (groups,) f32 of groups (groups, k) f32."""
     low, high = x.min(axis=1), x.max(axis=1)
-    if not clip:
-        return half((high - low) / F32(2**bits - 1)), half(low)
-    middle, spread = (low + high) / F32(2), (high - low) / F32(2)
-    tried = []
-    for i in range(8):
-        part = F32(1) - F32(i) / F32(16)
-        levels = half(F32(2) * part * spread / F32(3)), half(middle - part * spread)
-        tried.append((_squared(x, *levels, 3), *levels))
-    errors, scales, minima = (np.stack(part) for part in zip(*tried, strict=True))  # (8, groups)
-    best = errors.argmin(axis=0), np.arange(len(x))
-    return scales[best], minima[best]
+    return half((high - low) / F32(2**bits - 1)), half(low)
 
 
-def errors(x: np.ndarray, clip: bool) -> np.ndarray:
+def errors(x: np.ndarray) -> np.ndarray:
     """(4, groups) f32: sums of squares of groups (groups, k), and their errors at 2, 4, 8 bits."""
     rows = [np.cumsum(x * x, axis=1, dtype=np.float32)[:, -1]]
     for bits in (2, 4, 8):
-        rows.append(_squared(x, *fit(x, bits, clip and bits == 2), 2**bits - 1))
+        rows.append(_squared(x, *fit(x, bits), 2**bits - 1))
     return np.stack(rows)
 
 
@@ -59,7 +49,7 @@ def _packed(codes: np.ndarray, bits: int) -> bytes:
     return np.packbits(spread.ravel(), bitorder="little").tobytes()
 
 
-def _side(x: np.ndarray, widths: np.ndarray, room: int, clip: bool) -> tuple[bytes, bytes, Any]:
+def _side(x: np.ndarray, widths: np.ndarray, room: int) -> tuple[bytes, bytes, Any]:
     """Codes, meta and decoded numbers of groups (groups, k) of these widths."""
     codes, meta, decoded = [], [], np.empty(x.shape, np.float64)
     for j, bits in enumerate(widths):
@@ -68,7 +58,7 @@ def _side(x: np.ndarray, widths: np.ndarray, room: int, clip: bool) -> tuple[byt
             row[: x.shape[1]] = decoded[j] = half(x[j])
             codes.append(row.astype(np.float16).tobytes())
             continue
-        scale, minimum = fit(x[j : j + 1], bits, clip and bits == 2)
+        scale, minimum = fit(x[j : j + 1], bits)
         row[: x.shape[1]] = _codes(x[j : j + 1], scale, minimum, 2**bits - 1)[0]
         codes.append(_packed(row, bits))
         meta.append(np.array([scale[0], minimum[0]], np.float16).tobytes())
@@ -84,9 +74,9 @@ def encode(
     keys, values (n, dim) f32 in the block's order; channels (kept,) and their widths.
     """
     n, dim = keys.shape
-    v_codes, v_meta, decoded_values = _side(values, v_widths, dim, clip=True)
+    v_codes, v_meta, decoded_values = _side(values, v_widths, dim)
     columns = np.ascontiguousarray(keys[:, channels].T)  # (kept, n)
-    k_codes, k_meta, decoded = _side(columns, k_widths, -(-n // 4) * 4, clip=False)
+    k_codes, k_meta, decoded = _side(columns, k_widths, -(-n // 4) * 4)
     decoded_keys = np.zeros((n, dim))
     decoded_keys[:, channels] = decoded.T
     run = v_codes + v_meta + k_meta + k_codes

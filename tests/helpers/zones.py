@@ -58,21 +58,6 @@ def plain_levels(x: np.ndarray, bits: int) -> Levels:
     return _levels(x, _held((high - low) / F32(2**bits - 1)), _held(low), bits)
 
 
-def value_levels(x: np.ndarray, bits: int) -> Levels:
-    """A token's values (dim,) f32 at a width: at 2 bits the best of eight ranges."""
-    if bits != 2:
-        return plain_levels(x, bits)
-    low, high = x.min(), x.max()
-    middle, half = (low + high) / F32(2), (high - low) / F32(2)
-    tried = []
-    for i in range(8):
-        part = F32(1 - i / 16)
-        scale = _held(F32(2) * part * half / F32(3))
-        tried.append(_levels(x, scale, _held(middle - part * half), 2))
-    errors = [levels.error(x) for levels in tried]
-    return tried[errors.index(min(errors))]
-
-
 def _packed(codes: np.ndarray, bits: int, room: int) -> bytes:
     """Codes one after the other, lowest bits first, with zeros up to `room` codes."""
     whole = np.zeros(room, np.int64)
@@ -103,7 +88,7 @@ def reference_block(
             rows += half.tobytes()
             decoded_values[t] = half
         else:
-            levels = value_levels(values[t], int(bits))
+            levels = plain_levels(values[t], int(bits))
             rows += _packed(levels.codes, int(bits), dim)
             value_meta += levels.scale.tobytes() + levels.minimum.tobytes()
             decoded_values[t] = levels.numbers
