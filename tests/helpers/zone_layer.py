@@ -14,6 +14,14 @@ from kvrt.backends.view import Extent, PageView
 from .zone_reference import Zones, attention, half
 
 
+def hadamard(size: int) -> np.ndarray:
+    """The matrix (size, size) of Sylvester's construction, f64."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix
+
+
 @dataclass
 class ZoneLayer:
     """What a view of zones needs, and what it stands for."""
@@ -41,7 +49,12 @@ class ZoneLayer:
                     for side in range(2)
                 )
             )
-        return attention(q, sides, scale)
+        out = attention(q, sides, scale)  # (heads, dim)
+        block = int(self.view.settings[place.VALUE_HADAMARD])
+        if block:
+            parts = out.reshape(len(out), -1, block)
+            out = (parts @ hadamard(block) / np.sqrt(block)).reshape(out.shape)
+        return out
 
 
 def send_blocks(ops: Ops, zones: Zones, filled: bool) -> tuple[Any, Any, list[Any]]:
@@ -56,9 +69,19 @@ def send_blocks(ops: Ops, zones: Zones, filled: bool) -> tuple[Any, Any, list[An
 
 
 def make_layer(
-    ops: Ops, zones: Zones, kv_heads: int, dim: int, tail_tokens: int, room: int = 0, seed: int = 0
+    ops: Ops,
+    zones: Zones,
+    kv_heads: int,
+    dim: int,
+    tail_tokens: int,
+    room: int = 0,
+    seed: int = 0,
+    block: int = 0,
 ) -> ZoneLayer:
-    """A layer whose tail has rows for `tail_tokens` and `room` more."""
+    """A layer whose tail has rows for `tail_tokens` and `room` more.
+
+    `block`: its values count as Hadamard transformed in blocks of so many channels.
+    """
     rng = np.random.default_rng(seed + 77)
     rows = max(tail_tokens + room, 1)
     tail = tuple(rng.normal(0, 1, (rows, kv_heads, dim)).astype(np.float32) for _ in range(2))
@@ -71,6 +94,7 @@ def make_layer(
     settings = np.zeros(place.LAYER_SETTINGS, np.int64)
     settings[[place.HEADS, place.DIM]] = kv_heads, dim
     settings[[place.KEY_KIND, place.VALUE_KIND]] = 1
+    settings[place.VALUE_HADAMARD] = block
     settings[[place.SINK_ROWS, place.TAIL_ROWS]] = 0, rows
     settings[[place.TAIL_KEYS, place.TAIL_VALUES]] = [ops.address(part) for part in exact]
     if len(zones.runs):

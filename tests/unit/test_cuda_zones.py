@@ -185,6 +185,12 @@ def test_attention_with_few_channels(cuda: CudaOps) -> None:
     check(*attend(cuda, make_layer(cuda, zones, 1, 128, 5), 4))
 
 
+@pytest.mark.parametrize("dim", [16, 48, 64, 80, 96, 128, 256])
+def test_attention_over_rotated_values(cuda: CudaOps, dim: int) -> None:
+    zones = zones_of(2, dim, [90, 70])
+    check(*attend(cuda, make_layer(cuda, zones, 2, dim, 37, block=dim & -dim), 3))
+
+
 def test_attention_with_sharp_scores(cuda: CudaOps) -> None:
     """The maximum moves from unit to unit, by more than an exponential holds."""
     out, expected = attend(cuda, make_layer(cuda, zones_of(2, 64, [400, 90]), 2, 64, 130), 4, 60.0)

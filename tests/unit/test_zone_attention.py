@@ -9,6 +9,8 @@ from kvrt.errors import KernelError
 from tests.helpers.compare import assert_close
 from tests.helpers.refs import attention
 from tests.helpers.tolerances import tolerance
+from tests.helpers.zone_layer import make_layer
+from tests.helpers.zone_reference import make_zones
 from tests.helpers.zones import (
     Segment,
     Tail,
@@ -118,6 +120,18 @@ def test_a_far_better_key_takes_all(ops: CpuOps) -> None:
     tail = new_tail(ops, rng, 1, 5, 64)
     out, expected = zone_attention(ops, [segment], tail, 1)
     assert np.isfinite(out).all()
+    assert_close(out, expected, tolerance("attend", "f32"))
+
+
+@pytest.mark.parametrize("dim", [16, 48, 80, 128])
+def test_values_that_are_rotated(ops: CpuOps, dim: int) -> None:
+    rng = np.random.default_rng(dim)
+    keys, values = rng.standard_normal((2, 200, 2, dim), dtype=np.float32)
+    layer = make_layer(ops, make_zones(keys, values, [90, 70]), 2, dim, 37, block=dim & -dim)
+    q = rng.standard_normal((6, dim), dtype=np.float32)
+    out = ops.empty(q.shape)
+    ops.attend(ops.to_device(q), layer.view, dim**-0.5, None, out)
+    expected = layer.expected(q, dim**-0.5)
     assert_close(out, expected, tolerance("attend", "f32"))
 
 
