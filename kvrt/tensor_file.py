@@ -29,6 +29,7 @@ MAX_HEADER = 100_000_000
 _NAMES = {
     np.dtype(np.uint8): "U8",
     np.dtype(np.int32): "I32",
+    np.dtype(np.int64): "I64",
     np.dtype(np.float16): "F16",
     np.dtype(ml_dtypes.bfloat16): "BF16",
     np.dtype(np.float32): "F32",
@@ -141,8 +142,9 @@ class TensorFile:
 
     def read(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
         """A whole tensor. Raises StorageError where it is absent or not of this type and shape."""
+        position = self._start(name, dtype, shape)  # first: the shape may be the file's own
         array = np.empty(shape, dtype)
-        self._fill(raw_bytes(array), self._start(name, dtype, shape))
+        self._fill(raw_bytes(array), position)
         return array
 
     def rows(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> Iterator[np.ndarray]:

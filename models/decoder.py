@@ -278,8 +278,9 @@ class Decoder:
 
         def exact(index: int, keys: Any, values: Any, update: Update) -> None:
             update = replace(update, firsts=store.read(index, keys[:past], values[:past]))
-            update(0, len(ids), keys, values)
+            # Before the update, which leaves no rows of x that queries could be made of.
             store.compress(index, keys[past:], values[past:], update.queries)
+            update(0, len(ids), keys, values)
 
         def packed(index: int, keys: Any, values: Any, update: Update) -> None:
             update = replace(update, firsts=store.read(index, keys[:past], values[:past]))

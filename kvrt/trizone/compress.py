@@ -37,6 +37,7 @@ _UNIT_BYTES = 32 + RUN_ALIGNMENT - 1
 """Of a block beside its run: its row of the directory, and what rounds the run up, at most."""
 
 
+@np.errstate(all="ignore")  # numbers that are not finite take no width
 def compress(
     ops: Ops,
     compression: Compression,
@@ -54,8 +55,9 @@ def compress(
     """
     policy = POLICIES[compression.name]
     heads, dim = keys.shape[1:]
-    received = _received(ops, policy, keys, queries, new)
-    weights = policy.token_weights(ops.xp, received, candidates)  # (heads, n) f32
+    asked = min(policy.asks(len(keys)), new)
+    received = _received(ops, asked, keys, queries, new)
+    weights = policy.token_weights(ops.xp, received, candidates, asked)  # (heads, n) f32
     errors = ops.empty((4, *weights.shape))
     ops.value_errors(values[candidates], errors)
     distortion = policy.token_distortion(ops.xp, weights, errors)  # (widths, heads, n)
@@ -69,12 +71,11 @@ def compress(
     return _packed(ops, kept, channels, keys, values, weights.shape[1])
 
 
-def _received(ops: Ops, policy: Policy, keys: Any, queries: Queries, new: int) -> Any:
-    """The attention that each token gets from the last queries, (kv_heads, total) f32."""
+def _received(ops: Ops, asked: int, keys: Any, queries: Queries, new: int) -> Any:
+    """The attention that each token gets from the last `asked` queries, (kv_heads, total) f32."""
     total, heads, dim = keys.shape
     received = ops.xp.zeros((heads, total), np.float32)
-    first = new - min(policy.asks(total), new)
-    for start in range(first, new, QUERY_ROWS):
+    for start in range(new - asked, new, QUERY_ROWS):
         rows = slice(start, min(start + QUERY_ROWS, new))
         seen = total - new + rows.stop
         part = ops.xp.zeros((heads, seen), np.float32)
@@ -108,20 +109,43 @@ def _keep(
     xp, widths = ops.xp, np.array(policy.widths)
     rates = widths * dim // 8 + np.where((widths > 0) & (widths < 16), _META_BYTES, 0)
     if policy.key_widths == (16,):
-        # A whole token, keys too; blocks of keys are rounded up to 4 tokens.
-        rates += np.where(widths > 0, 2 * dim, 0)
-        most = budgets // (EXACT_BYTES * dim)
-        blocks = -(-most // BLOCK_TOKENS)
-        for_values = budgets - blocks * _UNIT_BYTES - dim - 3 * 2 * dim
+        rates += np.where(widths > 0, 2 * dim, 0)  # a whole token, keys too
+        for_values = _for_whole_tokens(budgets, dim, shared)
     else:
         for_values = (budgets - _UNIT_BYTES - RUN_ALIGNMENT) // 2
     chosen, _ = allocate(xp, distortion, rates, for_values, shared=shared)
     kept = _in_blocks(ops, chosen, policy)
     spent = np.bincount(kept.heads, kept.counts @ _value_bytes(dim), len(budgets)).astype(np.int64)
-    if shared:  # keys are paid as values are
+    if shared:  # keys are paid as values are, once each head's blocks have their own
+        units = np.bincount(kept.heads, minlength=len(budgets))
+        own = units * _UNIT_BYTES + np.where(units > 0, RUN_ALIGNMENT - 1, 0)
         total = max(int(spent.sum()), 1)
-        budgets = budgets.sum() * spent // total
+        budgets = own + (budgets.sum() - own.sum()) * spent // total
     return kept, budgets - spent
+
+
+def _for_whole_tokens(budgets: np.ndarray, dim: int, shared: bool) -> np.ndarray:
+    """What whole tokens may take of budgets (kv_heads,), so that all their bytes fit.
+
+    A head has an order of channels, a block a row of the directory; its keys have room for a
+    multiple of 4 tokens. A shared budget bears the most that any division among the heads takes.
+    """
+    row, unit = EXACT_BYTES * dim, _UNIT_BYTES - (RUN_ALIGNMENT - 1)  # runs are whole as they are
+    budgets = np.maximum(budgets, 0)
+    if shared:
+        heads = len(budgets)
+        left = budgets.sum() - heads * (dim + unit + 3 * 2 * dim)
+        most = max(int(left) * BLOCK_TOKENS // (row * BLOCK_TOKENS + unit), 0)
+        return np.full(heads, -(-most * row // heads))
+    tokens = np.maximum(budgets - dim, 0) // row
+    while True:
+        room = -(-tokens // 4) * 4 - tokens
+        taken = tokens * row + room * 2 * dim + -(-tokens // BLOCK_TOKENS) * unit + dim
+        over = (taken > budgets) & (tokens > 0)
+        if not over.any():
+            return tokens * row
+        # A token takes all these bytes at most.
+        tokens = tokens - over * np.maximum((taken - budgets) // (row + unit + 3 * 2 * dim), 1)
 
 
 def _value_bytes(dim: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from ..backends.cpu_math import KINDS
 from ..backends.ops import Ops
 from ..backends.view import POST, QUERY_ROWS, Extent, PageView
 from ..kvstore.layout import Geometry
+from ..kvstore.stats import exact_rows
 from .state import EXACT, Zones, exact_arrays
 
 
@@ -52,8 +53,8 @@ class Memory:
         return self._ops.to_device(np.zeros(shape, np.float32))
 
     def with_room(self, zones: Zones, rows: int, used: int) -> Zones:
-        """A layer with room for so many exact tokens, of which `used` are there."""
-        if rows <= zones.capacity:
+        """A layer with room for so many exact tokens and no more; `used` are there."""
+        if exact_rows(rows) == zones.capacity:
             return zones
         keys, values = self.exact(rows)
         keys[:, :used], values[:, :used] = zones.keys[:, :used], zones.values[:, :used]

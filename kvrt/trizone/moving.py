@@ -49,11 +49,12 @@ class Movable(Packing):
                 "work"
             )
         self._stepped.clear()
+        self._moved = True
         if tokens:
             rows = state.rows - (state.length - tokens)
-            self._state = replace(state, length=tokens, rows=rows)
+            layers = tuple(self._memory.with_room(zones, rows, rows) for zones in state.layers)
+            self._state = replace(state, length=tokens, rows=rows, layers=layers)
         else:
-            self._moved = True
             self._state = State(0, 0, 0, self._memory.empty_layers())
         self._recover()
 
@@ -103,7 +104,7 @@ class Movable(Packing):
     def restored(self, file: TensorFile, tokens: int) -> ZoneStore:
         """A new store of this kind with what a file holds. Raises StorageError."""
         store = self.empty_twin()
-        store.adopt(restored_state(file, tokens, store.parts(), self.ops))
+        store.adopt(restored_state(file, tokens, self.spec, store.parts(), self.ops))
         return store
 
     def fitted_tables(self) -> tuple[Any, ...]:

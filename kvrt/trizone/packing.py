@@ -40,16 +40,21 @@ class Packing(Readable):
         return POLICIES[self.compression.name].rotates
 
     def compress(self, layer: int, k: Any, v: Any, queries: Queries) -> None:
-        """Like `extend`; then pack what the budget does not keep exact. v may be overwritten."""
+        """Like `extend`; then pack what the budget does not keep exact.
+
+        v may change by the rounding of a transform there and back.
+        """
         self._check_new(layer, k, v)
         rows = self._state.rows
         total = rows + len(k)
         sink, window = self.spec.sink, self.spec.window
         budget = self.compression.budget_bytes(total, self.geometry.head_dim)
-        if total <= sink + window or budget >= EXACT_BYTES * self.geometry.head_dim * total:
+        whole = EXACT_BYTES * self.geometry.head_dim * total
+        if total <= sink + window or budget >= whole or not len(k):
             self.extend(layer, k, v, queries)
             return
         rotated = self._state.rotated
+        # In place: a second copy of a layer's values would be the most memory that a prompt takes.
         self._rotate(v, rotated)
         keys, values = self._with_exact(layer, k, v)
         self._rotate(values, self._rotates and not rotated)
@@ -66,6 +71,7 @@ class Packing(Readable):
         self._settle(layer, zones, exact, self._rotates)
         for slot, part in ((0, slice(sink)), (sink, slice(total - window, total))):
             self.ops.append(self._memory.views[layer], keys[part], values[part], slot)
+        self._rotate(v, rotated or (self._rotates and values is v), inwards=False)
 
     def _with_segment(self, zones: Zones, segment: Segment) -> Zones:
         """A layer with one more segment, which counts as what was chosen from even if empty."""

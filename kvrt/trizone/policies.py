@@ -58,16 +58,20 @@ class Policy:
         """How many of the last queries of a prompt the policy wants to see."""
         return tokens if self.queries is None else min(self.queries, tokens)
 
-    def token_weights(self, xp: Any, received: Array, candidates: slice) -> Array:
+    def token_weights(
+        self, xp: Any, received: Array, candidates: slice, queries: int | None = None
+    ) -> Array:
         """What each of the candidates is worth, (kv_heads, n) f32.
 
-        T and n are at least 1. received (kv_heads, T) f32: the attention that the last `asks(T)`
-        queries give to each of T tokens, summed over them and the heads of the group.
+        T and n are at least 1. received (kv_heads, T) f32: the attention that the last `queries`
+        (None: `asks(T)`) queries give to each of T tokens, summed over them and the heads of the
+        group.
         """
         weights = received
         tokens = received.shape[1]
         if self.per_query:
-            visible = xp.minimum(xp.arange(tokens, 0, -1), self.asks(tokens))  # (T,)
+            asked = self.asks(tokens) if queries is None else queries
+            visible = xp.minimum(xp.arange(tokens, 0, -1), asked)  # (T,)
             weights = weights / visible.astype(xp.float32)
         if self.apart:
             weights = weights[:, candidates]

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from ..backends.ops import Ops
+from ..errors import CodecError
 from ..kvstore.checks import check_layer, check_rows
 from ..kvstore.layout import Geometry
 from .memory import Memory
 from .segment import Widths
-from .state import EXACT, State
+from .state import EXACT, State, Zones
 
 
 class Readable(ABC):
@@ -23,6 +24,7 @@ class Readable(ABC):
     _state: State
     _memory: Memory
     _extending: int | None
+    _pending: dict[int, tuple[Zones, int, bool]]
 
     @abstractmethod
     def _recover(self) -> None: ...
@@ -45,6 +47,10 @@ class Readable(ABC):
         if self._extending is None:
             self._recover()
         check_layer(self.geometry, layer)
+        if layer in self._pending:
+            raise CodecError(
+                f"layer {layer} has the new tokens already: read it before, or once they count"
+            )
         held, exact = self.held, self._state.rows
         check_rows(self.geometry, keys, values, held)
         zones, heads = self._state.layers[layer], self.geometry.num_kv_heads

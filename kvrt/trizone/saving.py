@@ -20,6 +20,7 @@ import numpy as np
 from ..backends.ops import Ops
 from ..errors import CodecError
 from ..kvstore.saving import Copy
+from ..kvstore.spec import KVSpec
 from ..tensor_file import Tensor, TensorFile
 from .layout import WIDTHS, check_counts
 from .segment import Directory, Segment, lay_out
@@ -58,9 +59,9 @@ def saved_state(state: State, ops: Ops) -> tuple[dict[str, Tensor], dict[str, st
     return tensors, {"zones": json.dumps(known)}
 
 
-def restored_state(file: TensorFile, tokens: int, empty: State, ops: Ops) -> State:
+def restored_state(file: TensorFile, tokens: int, spec: KVSpec, empty: State, ops: Ops) -> State:
     """What a file holds; `empty` is that of a new store. Raises StorageError."""
-    rows, frozen, rotated, candidates = _text(file, tokens, len(empty.layers))
+    rows, frozen, rotated, candidates = _text(file, tokens, spec, len(empty.layers))
     layers = tuple(
         _layer(file, layer, rows, candidates[layer], zones, ops)
         for layer, zones in enumerate(empty.layers)
@@ -68,25 +69,36 @@ def restored_state(file: TensorFile, tokens: int, empty: State, ops: Ops) -> Sta
     return State(tokens, frozen, rows, layers, rotated)
 
 
-def _text(file: TensorFile, tokens: int, layers: int) -> tuple[int, int, bool, list[list[int]]]:
+def _text(
+    file: TensorFile, tokens: int, spec: KVSpec, layers: int
+) -> tuple[int, int, bool, list[list[int]]]:
     """Rows, frozen tokens, whether values are rotated, and candidates, checked."""
     try:
         known = json.loads(file.metadata.get("zones", ""))
         rows, frozen, candidates = known["rows"], known["frozen"], known["candidates"]
         right = all(_is_count(number) for number in (rows, frozen, *chain(*candidates)))
         rotated = known["rotated"]
-        right = (
-            right
-            and type(rotated) is bool
-            and len(candidates) == layers
-            and rows <= tokens
-            and frozen <= tokens
-        )
+        right = right and type(rotated) is bool
+        right = right and type(candidates) is list and len(candidates) == layers
+        # What is not exact was chosen from, in each layer; after that all tokens are exact.
+        right = right and all(sum(counts) == tokens - rows for counts in candidates)
+        before = rows - (tokens - frozen)
+        right = right and frozen <= tokens and before in _exact_before(spec, frozen)
     except (ValueError, TypeError, KeyError, RecursionError):
         right = False
     if not right:
         raise file.damaged("its metadata do not say where tokens are")
     return rows, frozen, rotated, candidates
+
+
+def _exact_before(spec: KVSpec, frozen: int) -> tuple[int, ...]:
+    """How many of the first `frozen` tokens may be exact."""
+    if not frozen:
+        return (0,)
+    prompt = spec.sink + spec.window
+    if spec.compression is None or spec.compression.recompress is None:
+        return (prompt,)
+    return (prompt, spec.sink)
 
 
 def _is_count(value: Any) -> bool:
@@ -106,8 +118,7 @@ def _layer(
         found = file.read(f"layers.{layer}.queries", _F32, tuple(empty.queries.shape))
         queries = ops.to_device(found)
     segments = tuple(_segments(file, layer, candidates, heads, dim, ops))
-    directory = Directory.of(segments, heads, ops) if segments else None
-    return Zones(*arrays, queries, segments, directory)
+    return Zones(*arrays, queries, segments, Directory.of(segments, heads, ops))
 
 
 def _segments(
@@ -121,6 +132,8 @@ def _segments(
         owners, tokens = blocks[:, 0], np.ascontiguousarray(blocks[:, 1:])
         if np.any((owners < 0) | (owners >= heads)) or np.any(np.diff(owners) < 0):
             raise file.damaged(f"blocks of layer {layer} belong to no head")
+        if np.any(np.bincount(owners, tokens.sum(1), heads) > count):
+            raise file.damaged(f"blocks of layer {layer} hold more than its {count} tokens")
         if np.any((channels < 0) | (channels > dim)):
             raise file.damaged(f"layer {layer} has heads of {channels.tolist()} channels")
         try:

@@ -107,8 +107,10 @@ class Directory:
     heads: np.ndarray
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], kv_heads: int, ops: Ops) -> Directory:
-        """The directory of all segments of a layer, sorted by head."""
+    def of(cls, segments: Sequence[Segment], kv_heads: int, ops: Ops) -> Directory | None:
+        """The directory of all segments of a layer, sorted by head; None where nothing is kept."""
+        if not any(len(segment.units) for segment in segments):
+            return None
         heads = np.concatenate([segment.heads for segment in segments])  # (units,)
         order = np.argsort(heads, kind="stable")
         rows = np.concatenate([segment.placed(ops) for segment in segments])[order]

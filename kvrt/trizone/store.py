@@ -177,9 +177,11 @@ class ZoneStore(Movable):
             length, frozen = len(self) + tokens, self._state.frozen
             if rows < self._state.rows + tokens:
                 frozen = length
-            self._extending, self._moved = None, False
+            self._extending = None
             self._state = State(length, frozen, rows, layers, rotated)
+            self._moved = False  # not before: until here an interrupt is undone
             self._pending = {}
+            self._stepped.clear()
             self._extent.tail_tokens = rows
         except BaseException:
             self._extending = None
@@ -234,14 +236,15 @@ class ZoneStore(Movable):
 
     def _reserve(self, rows: int) -> None:
         """Have room for so many exact tokens in all layers."""
-        state = self._state
-        if rows > state.layers[0].capacity:
-            self._moved = True
-            layers = tuple(
-                self._memory.with_room(zones, rows, state.rows) for zones in state.layers
-            )
-            self._state = replace(state, layers=layers)
-            self._recover()
+        if rows <= self._state.layers[0].capacity:
+            return
+        self._moved = True
+        # One after the other, so that no two are there twice; the first last, which is asked above.
+        for layer in reversed(range(self.geometry.num_layers)):
+            layers = list(self._state.layers)
+            layers[layer] = self._memory.with_room(layers[layer], rows, self._state.rows)
+            self._state = replace(self._state, layers=tuple(layers))
+        self._recover()
 
     def _point_all(self) -> None:
         for layer, zones in enumerate(self._state.layers):
