@@ -157,7 +157,8 @@ def _load(plan: Plan, threads: int | None) -> Model:
     longest = plan.longest
     if plan.check:
         longest = max(longest, min(CONTEXT + STEPS, plan.shape.context_limit))
-        note_unpacked(plan.formats, min(CONTEXT, plan.shape.context_limit - STEPS))
+        context = min(CONTEXT, plan.shape.context_limit - STEPS)
+        note_unpacked(plan.formats, context, prompt=context)
     calibrated = [chosen for chosen in plan.formats if chosen.spec.calibrated]
     spec = (calibrated or plan.formats)[0].spec
     choice = ModelChoice(
@@ -283,15 +284,16 @@ class _Scan:
     def _finish(self, rows: Mapping[str, Sequence[Row]]) -> None:
         """Fit a line to the rows of each format, and tell what it says beside that of f16."""
         from ..bench.plot import Series
-        from ..bench.rows import trend_fields, trend_line
+        from ..bench.rows import trend_fields, trend_line, trend_start
 
         done = [chosen for chosen in self._plan.formats if chosen.name in rows]
-        lines = {chosen.name: trend_line(rows[chosen.name]) for chosen in done}
+        lines = {chosen.name: trend_line(rows[chosen.name], chosen.spec) for chosen in done}
         base = next((lines[chosen.name] for chosen in done if is_base(chosen)), None)
         complete: list[list[Row]] = []
         for chosen in done:
             own = rows[chosen.name]
-            fields = trend_fields(lines[chosen.name], base, self._plan.fits(chosen))
+            start = trend_start(own, chosen.spec)
+            fields = trend_fields(lines[chosen.name], base, self._plan.fits(chosen), start)
             complete.append([row | fields for row in own])
             varied = [f", {field} {own[0][field]}" for field in self._plan.varied]
             self._series.append(
@@ -301,7 +303,8 @@ class _Scan:
                     cache_bytes=[row["cache_bytes"] for row in own],
                     peak_bytes=[row["peak_bytes"] for row in own],
                     decode_us=[row["decode_us"] for row in own],
-                    line=lines[chosen.name],
+                    # Where only longer prompts are compressed, times do not follow one line.
+                    line=None if chosen.spec.compression else lines[chosen.name],
                 )
             )
             self._about = _about(own[0])

@@ -71,18 +71,15 @@ class Plan:
         return [field for field, values in lists.items() if len(values) > 1]
 
     def fits(self, chosen: Format) -> int | None:
-        """Tokens whose cache fits beside the weights."""
+        """Tokens whose cache fits beside the weights, and whose prompt, if it is compressed."""
+        from ..bench.budget import context_bytes
         from ..bench.fit import longest_context
-        from ..kvstore import estimate
 
         if not self.memory:
             return None
-        room = self.memory - self.shape.weight_bytes
-
-        def size(tokens: int) -> int:
-            return estimate(self.shape.geometry, chosen.spec, tokens) * self.sequences
-
-        return longest_context(size, room)
+        shape, sequences = self.shape, self.sequences
+        room = self.memory - shape.weight_bytes
+        return longest_context(lambda n: context_bytes(shape, chosen.spec, n, sequences), room)
 
 
 def bench_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -304,6 +301,7 @@ def _plot(plot: str | None) -> Path | None:
 def _runnable(plan: Plan) -> Plan:
     """The plan less what a scan has no memory for. UsageError where nothing can be measured."""
     from ..backends import check_threads
+    from ..bench.case import check_batches
     from ..source import find_source
 
     source = find_source(plan.model)  # refuses what is known for memory only
@@ -316,6 +314,8 @@ def _runnable(plan: Plan) -> Plan:
         )
     for threads in plan.threads:
         check_threads(plan.device, threads)
+    for chosen in plan.formats:
+        check_batches(chosen.name, chosen.spec, plan.cases, plan.settings.fill, plan.batches)
     if plan.scan:
         return replace(plan, formats=_with_room(plan))
     for chosen, case in product(plan.formats, plan.cases):

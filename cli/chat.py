@@ -21,6 +21,7 @@ from .console import (
     check_unicode,
     emit,
     error_line,
+    format_bytes,
     note,
     timing_lines,
     user_path,
@@ -272,24 +273,33 @@ def saved_at_exit(chat: Chat, path: Path | None) -> Iterator[Callable[[], None]]
 
 def banner(model: Model, chat: Chat, *, interactive: bool) -> str:
     """Model, device, threads, cache format and its cost, context limit in tokens."""
-    from ..generate import cache_geometry
-    from ..kvstore import bits_per_element, bytes_per_token
-
-    config = model.config
-    geometry, room = cache_geometry(config), model.room()
+    config, room = model.config, model.room()
     short = "" if room is None or room >= model.max_context else f", memory for about {room:,}"
     lines = [
         f"kvrt {__version__}: {model.name} ({config.model_type}, "
         f"{config.parameters() / 1e6:,.1f} M parameters) on {model.ops.device_name}",
-        f"cache {model.spec}: {bits_per_element(geometry, model.spec):.2f} bits per element, "
-        f"{bytes_per_token(geometry, model.spec):,.0f} bytes per token; "
-        f"context limit {model.max_context:,}{short}",
+        f"cache {model.spec}: {_cost(model)}; context limit {model.max_context:,}{short}",
     ]
     if chat.messages and interactive:
         lines.append(f"{len(chat.messages)} messages so far")
     if interactive:
         lines.append("/help lists the commands, Ctrl-D leaves")
     return "\n".join(lines)
+
+
+def _cost(model: Model) -> str:
+    """What the cache takes, in words."""
+    from ..generate import cache_geometry
+    from ..kvstore import bits_per_element, bytes_per_token, estimate
+
+    geometry, spec = cache_geometry(model.config), model.spec
+    if spec.compression is not None:
+        most = format_bytes(estimate(geometry, spec, model.max_context))
+        return f"prompts are compressed at their end, one that fills the context to {most}"
+    return (
+        f"{bits_per_element(geometry, spec):.2f} bits per element, "
+        f"{bytes_per_token(geometry, spec):,.0f} bytes per token"
+    )
 
 
 def _session_file(session: str | None) -> Path | None:

@@ -10,6 +10,7 @@ from ..conversation import is_text
 from ..errors import UsageError
 from .console import format_bytes, note, read_text_file, timing_lines, user_path
 from .options import SAMPLING, sampling_with
+from .widths import width_lines
 
 if TYPE_CHECKING:
     from .chat import Talk
@@ -109,6 +110,8 @@ def _stats(talk: Talk, _: str) -> None:
     spec, bits = talk.chat.model.spec, stats.bits_per_element
     note(f"cache: {spec}, {format_bytes(stats.cache_bytes)}, {bits:.2f} bits per element")
     for line in timing_lines(stats.timings, stats.cache_bytes, stats.peak_bytes):
+        note(line)
+    for line in width_lines(stats.widths):
         note(line)
 
 

@@ -166,7 +166,7 @@ def _quality(
         )
     model, documents = _open(job, context, "--context")
     windows = cut_windows(documents, context, max_tokens)
-    note_unpacked(job.formats, context)
+    note_unpacked(job.formats, context, prompt or 0)
     with token_progress() as progress:
         exact, measured = measure_quality(model, job.specs, windows, progress, prompt=prompt)
     count = f"{len(windows):,} window{'s' * (len(windows) > 1)}"

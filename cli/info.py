@@ -1,24 +1,29 @@
-"""`kvrt info`: a model's shape, and what each cache format costs, from headers alone."""
+"""`kvrt info`: a model's shape and what cache formats cost, or what a saved conversation holds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..errors import UsageError
 from .console import emit, emit_json, format_bytes
 from .device_options import common_options
 from .kv_options import kv_list_options, resolve_formats
+from .widths import width_fields, width_lines
 
 if TYPE_CHECKING:
     from ..kvstore import KVSpec
+    from ..saved_conversation import SavedConversation
 
 DEFAULT_FORMATS = ("f16",)
 
 
 @click.command("info")
-@click.argument("model")
+@click.argument("model", metavar="MODEL|FILE")
 @kv_list_options(DEFAULT_FORMATS)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @common_options
@@ -35,20 +40,37 @@ def command(
     """Show the geometry, the parameters and the cost of the KV cache of MODEL.
 
     MODEL is a folder, the name of a pulled model, or synthetic:NAME, a published shape. Weights are
-    not read, only their headers.
+    not read, only their headers. FILE is a conversation saved with its cache: its format, tokens
+    and bytes are shown, and in how many bits a compressed one keeps what.
     """
+    from ..saved_conversation import is_saved, read_saved
+
+    if is_saved(Path(model)):
+        if kv or kv_k is not None or kv_v is not None:
+            raise UsageError(f"--kv is for a model: {model} is a saved cache, in one format")
+        saved = read_saved(Path(model))
+        if as_json:
+            emit_json(asdict(saved) | {"widths": width_fields(saved.widths)})
+        else:
+            emit("\n".join(_saved_lines(saved)) + "\n")
+        return
     formats = resolve_formats(kv, kv_k, kv_v, DEFAULT_FORMATS)
-    facts, full_bytes = model_facts(model, [chosen.spec for chosen in formats])
+    specs = [chosen.spec for chosen in formats]
+    facts, full_bytes = model_facts(model, specs)
     if as_json:
         emit_json(facts)
     else:
-        emit("\n".join(_lines(facts, full_bytes)) + "\n")
+        lines = _lines(facts, full_bytes)
+        if any(spec.compression is not None for spec in specs):
+            lines += _about_budgets(facts["max_context"])
+        emit("\n".join(lines) + "\n")
 
 
 def model_facts(model: str, specs: Sequence[KVSpec]) -> tuple[dict[str, Any], list[int]]:
     """What `kvrt info --json` prints, and the bytes of each cache at the full context.
 
-    Bytes are of one sequence; `fixed_bytes` do not grow with it.
+    Bytes are of one sequence; `fixed_bytes` do not grow with it. Where prompts are compressed the
+    sequence is one prompt, and bits are those of one that fills the context.
     """
     from ..kvstore import bits_per_element, bytes_per_token, estimate, fixed_bytes
     from ..source import find_shape
@@ -69,7 +91,7 @@ def model_facts(model: str, specs: Sequence[KVSpec]) -> tuple[dict[str, Any], li
         "kv": [
             {
                 "spec": str(spec),
-                "bits_per_element": bits_per_element(geometry, spec),
+                "bits_per_element": bits_per_element(geometry, spec, shape.max_context),
                 "bytes_per_token": bytes_per_token(geometry, spec),
                 "fixed_bytes": fixed_bytes(geometry, spec),
             }
@@ -100,3 +122,36 @@ def _lines(facts: dict[str, Any], full_bytes: list[int]) -> list[str]:
             f"{format_bytes(row['fixed_bytes']):>12}{format_bytes(full):>16}"
         )
     return lines
+
+
+def _about_budgets(context: int) -> list[str]:
+    """What the numbers mean of formats that compress prompts."""
+    return [
+        "",
+        f"Formats with a budget compress a prompt at its end: bits are those of {context:,} tokens "
+        "in one,",
+        "forgotten tokens counted too; a budget in tokens is fixed, a share grows with the prompt.",
+        "What is generated after it stays in 16 bits.",
+    ]
+
+
+def _saved_lines(saved: SavedConversation) -> list[str]:
+    lines = [
+        f"cache        {saved.kv}",
+        f"model        {_printable(saved.model) or 'unknown'}",
+        f"tokens       {saved.tokens:,}",
+        f"geometry     {saved.num_layers} layers, {saved.num_kv_heads} key-value heads, "
+        f"head_dim {saved.head_dim}",
+        f"file         {format_bytes(saved.file_bytes)}",
+    ]
+    if saved.messages is not None:
+        lines.insert(3, f"messages     {saved.messages:,}")
+    if not saved.widths:
+        lines.append("compressed   no prompt")
+    widths = width_lines(saved.widths)
+    return [*lines, *([""] if widths else []), *widths]
+
+
+def _printable(text: str) -> str:
+    """A text from a file, without what moves a terminal's cursor."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-KV_HELP = "Cache format: f16, q8_0, kvrt4, ... or k=SIDE,v=SIDE[,sink=N][,window=N]."
+KV_HELP = (
+    "Cache format: f16, q8_0, kvrt4, ... or k=SIDE,v=SIDE[,sink=N][,window=N]; or rdkv, adakv, "
+    "snapkv or h2o with what to keep of a prompt, in tokens or per cent: rdkv:1024, rdkv:2.5%."
+)
 DEFAULT_FORMATS = ("f16", "kvrt4")
 """What commands that measure formats take where none is named."""
 
@@ -169,18 +172,35 @@ def fitting_formats(
     return fitting
 
 
-def note_unpacked(formats: Sequence[Format], context: int) -> None:
-    """Say which formats pack nothing of so many tokens: they are as good as exact there."""
+def note_unpacked(formats: Sequence[Format], context: int, prompt: int = 0) -> None:
+    """Say which formats pack nothing of so many tokens: they are as good as exact there.
+
+    The first `prompt` of them are a prompt, which some formats compress at its end.
+    """
     from ..backends.ops import PAGE_TOKENS
     from ..kvstore.stats import sealed_pages
 
     for chosen in formats:
         spec = chosen.spec
-        if not sealed_pages(spec, context - 2):  # what the last prediction sees
+        if spec.compression is not None:
+            _note_uncompressed(chosen, spec, prompt)
+        elif not sealed_pages(spec, context - 2):  # what the last prediction sees
             note(
                 f"kvrt: {chosen.name} packs nothing in windows of {context:,} tokens, it takes "
                 f"{spec.sink + spec.window + PAGE_TOKENS + 2:,}"
             )
+
+
+def _note_uncompressed(chosen: Format, spec: KVSpec, prompt: int) -> None:
+    from ..kvstore.stats import compresses
+
+    if not prompt:
+        note(
+            f"kvrt: {chosen.name} packs nothing in windows without a prompt: --prompt N makes one "
+            "of their first N tokens, which is compressed at its end"
+        )
+    elif not compresses(spec, prompt):
+        note(f"kvrt: {chosen.name} packs nothing of a prompt of {prompt:,} tokens: it keeps all")
 
 
 @contextmanager

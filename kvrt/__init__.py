@@ -3,6 +3,10 @@
 >>> import kvrt
 >>> model = kvrt.load("smollm2")
 >>> print(model.generate("The capital of France is", max_tokens=8).text)
+
+`load(..., kv="kvrt2")` names a cache format, `model.new_store()` makes an empty cache in it: a
+`KVStore`, whose tokens are packed page by page as they come, or a `ZoneStore` for formats such as
+`rdkv:1024`, whose prompts are compressed once, at their end: `store.widths(layer)` says to what.
 """
 
 from importlib import import_module
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
     from .generate import Generation, Model, load
     from .kvstore import KVSpec, KVStore
     from .sampler import SamplingParams
+    from .trizone.store import ZoneStore
 
 _HOMES = {
     "Chat": ".chat",
@@ -31,6 +36,7 @@ _HOMES = {
     "KvrtError": ".errors",
     "Model": ".generate",
     "SamplingParams": ".sampler",
+    "ZoneStore": ".trizone.store",
     "load": ".generate",
 }
 

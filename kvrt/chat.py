@@ -11,20 +11,23 @@ from .conversation import Message, as_text, from_json, is_text, new_message, to_
 from .errors import ContextFullError, StorageError, TemplateError, UnsupportedError, UsageError
 from .paths import atomic_write
 from .sampler import SamplingParams
+from .saved_conversation import CONVERSATION
 from .session import Cancel, FinishReason, PrefillProgress, Session, Step, Timings, common_prefix
 from .tensor_file import is_tensor_file
+from .trizone.store import ZoneStore
 
 if TYPE_CHECKING:
     from .generate import Model
-
-
-_CONVERSATION = "conversation"  # its name among the texts of a saved cache
+    from .stores import Store
+    from .trizone.segment import Widths
 
 
 @dataclass(frozen=True)
 class ChatStats:
     """Figures of a conversation: `timings` are the last answer's, cache bytes the KV cache's.
 
+    `widths`: of each layer of a cache that was compressed, in how many bits its tokens and channels
+    are kept; nothing for any other cache.
     `peak_bytes` is the most memory held at once so far: the process's, on a GPU the allocator's.
     """
 
@@ -35,6 +38,7 @@ class ChatStats:
     bits_per_element: float
     peak_bytes: int
     timings: Timings
+    widths: tuple[Widths, ...] = ()
 
 
 class Chat:
@@ -134,7 +138,7 @@ class Chat:
         if is_text(path):
             atomic_write(path, text.encode("utf-8"))
         else:
-            self._own_session().save(path, {_CONVERSATION: text, "model_name": name})
+            self._own_session().save(path, {CONVERSATION: text, "model_name": name})
 
     def load(self, path: str | Path) -> None:
         """Replace the conversation by a saved one, of either kind.
@@ -166,7 +170,7 @@ class Chat:
             raise type(error)(
                 f"{error} (saved as .json, a conversation goes on anywhere, without its cache)"
             ) from None
-        text = metadata.get(_CONVERSATION)
+        text = metadata.get(CONVERSATION)
         if text is None:
             raise StorageError(f"{path} holds a cache without a conversation")
         size = self.model.config.vocab_size
@@ -198,6 +202,7 @@ class Chat:
             bits_per_element=store.bits_per_element,
             peak_bytes=self.model.ops.peak_bytes(),
             timings=self.session.timings,
+            widths=_widths(self.session.store),
         )
 
     def _answer(
@@ -233,3 +238,10 @@ class Chat:
                 self.finish_reason = "interrupted"
             if answer or self.finish_reason != "interrupted":
                 self.messages = [*messages, new_message("assistant", answer)]
+
+
+def _widths(store: Store) -> tuple[Widths, ...]:
+    """Those of each layer of a store that has compressed something."""
+    if not isinstance(store, ZoneStore) or not store.stats().sealed_tokens:
+        return ()
+    return tuple(store.widths(layer) for layer in range(store.geometry.num_layers))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from .config import ModelConfig
 from .errors import UsageError
 from .kvstore import Geometry, KVSpec, estimate
+from .trizone.work import working_bytes
 
 _SMALL_CONTEXT = 256
 """Tokens without which there is no use of a model."""
@@ -33,6 +34,8 @@ class Need:
         """
         # One layer's exact keys and values, f32, and as halves for attention.
         work = _LIBRARIES + 2 * config.num_kv_heads * config.head_dim * tokens * (4 + 2)
+        if spec.compression is not None:
+            work += working_bytes(spec, tokens, config.num_kv_heads, config.head_dim)
         return cls(weights, estimate(geometry, spec, tokens), work)
 
     @property

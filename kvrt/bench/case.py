@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..backends.ops import PAGE_TOKENS
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from ..kvstore import KVSpec
 
 Fill = Literal["prefill", "synthetic"]
 """What is cached before a test begins: a real prefill of random token ids, or random keys and
@@ -80,3 +85,18 @@ def scan_case(context: int, steps: int) -> Case:
     """
     count = min(steps, context)
     return Case(0, count, context - count, max(min(PAGE_TOKENS, context) // count, 1))
+
+
+def check_batches(
+    name: str, spec: KVSpec, tests: Iterable[Case], fill: Fill, batches: Sequence[int | None]
+) -> None:
+    """Raise UsageError where batches would cut a prompt that a format compresses as a whole."""
+    if spec.compression is None:
+        return
+    longest = max(max(case.n_prompt, case.depth * (fill == "prefill")) for case in tests)
+    for batch in batches:
+        if batch is not None and batch < longest:
+            raise UsageError(
+                f"-b: {name} compresses a prompt as a whole, so its {longest:,} tokens cannot go "
+                f"through {batch:,} at a time; without -b, or with -b {longest}, they can"
+            )

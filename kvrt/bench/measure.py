@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..kvstore.stats import StoreStats, estimate, read_bytes
+from ..kvstore.stats import StoreStats
+from ..trizone.store import ZoneStore
+from .budget import expected_bytes
 from .case import Case, Settings
 from .fill import Synthetic, Told, prefill, random_ids
 from .gpu import device_of, settle, used_memory
@@ -52,7 +54,8 @@ def planned_tokens(jobs: Sequence[Job], settings: Settings) -> int:
     for job in jobs:
         before = 0
         for depth, group in groupby(job.cases, key=lambda case: case.depth):
-            total += depth + depth - before * (settings.fill == "synthetic")  # in each pass
+            goes_on = settings.fill == "synthetic" and job.spec.compression is None
+            total += depth + depth - before * goes_on  # in each pass
             total += (settings.repetitions + 1) * sum(case.tokens for case in group)
             before = depth
     return total
@@ -146,7 +149,7 @@ class Bench:
                 runs += [_Timing(job, case, store, peaks_of[case]) for case in job.at(depth)]
         for number in range(self._settings.repetitions):
             for run in runs:
-                case = run.case.repeated(self._settings.repetitions - 1 - number)
+                case = run.repeated(self._settings.repetitions - 1 - number)
                 seconds, run.stats = self._once(run.store, case)
                 run.seconds.append(seconds)
                 run.lengths += range(case.depth + 1, case.context + 1)
@@ -162,11 +165,16 @@ class Bench:
         decodes = any(case.n_gen for case in job.at(depth))
         if self._settings.warmup and decodes and device_of(self._model.ops) is not None:
             for _ in range(2):
+                take_back = _taking_back(store)
                 self._model.decoder.decode(0, store)
+                take_back()
                 store.truncate(depth)
 
     def _filled(self, spec: KVSpec, depth: int, store: Store | None) -> Store:
-        """A store of so many tokens; a synthetic one goes on where it was."""
+        """A store of so many tokens; a synthetic one goes on where it was.
+
+        Where prompts are compressed they are one prompt, at any depth.
+        """
         if self._synthetic is not None:
             store = self._model.new_store(spec) if store is None else store
             self._synthetic.grow(store, depth, self._told)
@@ -188,7 +196,7 @@ class Bench:
             seconds=tuple(run.seconds),
             warmed_up=self._settings.warmup,
             stats=run.stats,
-            expected_bytes=estimate(store.geometry, spec, case.context),
+            expected_bytes=expected_bytes(self._model.config, store.geometry, spec, case),
             peak_bytes=run.peak.nbytes,
             peak_is_own=run.peak.own,
             used_bytes=run.peak.used,
@@ -200,6 +208,7 @@ class Bench:
         prompt, tokens = self._ids(case.n_prompt), self._ids(case.n_gen).tolist()
         decode, batch = self._model.decoder.decode, self._settings.batch
         store.truncate(case.depth)
+        take_back = _taking_back(store)
         settle(self._model.ops)
         started = self._clock()
         prefill(self._model, store, prompt, batch)
@@ -208,13 +217,13 @@ class Bench:
         settle(self._model.ops)
         seconds = self._clock() - started
         stats = store.stats()
+        take_back()
         self._told(case.tokens)
         return seconds, stats
 
     def _read_bytes(self, run: _Timing) -> float:
         """Mean bytes that a decode step reads: weights, and the cache of what really is there."""
-        geometry, windows = run.store.geometry, self._model.config.windows
-        cache = read_bytes(geometry, run.store.spec, run.lengths, windows)
+        cache = run.store.read_bytes(run.lengths, self._model.config.windows)
         return self._model.decoder.step_bytes + statistics.fmean(cache)
 
 
@@ -229,3 +238,18 @@ class _Timing:
         self.seconds: list[float] = []
         self.lengths: list[int] = []  # of the cache, for each token that was decoded
         self.stats: StoreStats = store.stats()
+
+    def repeated(self, left: int) -> Case:
+        """The case of a repetition, where so many are left.
+
+        They stay in one place where prompts are compressed: what is behind one is sealed nowhere.
+        """
+        return self.case if isinstance(self.store, ZoneStore) else self.case.repeated(left)
+
+
+def _taking_back(store: Store) -> Callable[[], None]:
+    """What makes a store that compresses hold again what it holds now: it cannot be truncated."""
+    if not isinstance(store, ZoneStore):
+        return lambda: None
+    before = store.parts()
+    return lambda: store.adopt(before)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..kvstore import KVSpec, bits_per_element, bytes_per_token, estimate
+from ..kvstore import Geometry, KVSpec, bits_per_element, bytes_per_token, estimate
 from .check import Agreement
 from .fit import Line, break_even, fit_line, slopes_differ
 from .gpu import gpu_fields, gpu_versions
@@ -116,22 +116,40 @@ def _of_tables(found: Measured, setup: Setup) -> list[str]:
     return ["tables for normally distributed numbers, fitted to no model"]
 
 
-def trend_line(rows: Sequence[Row]) -> Line | None:
-    """Decode time in us over the context in tokens, through the rows of one format."""
+def trend_line(rows: Sequence[Row], spec: KVSpec) -> Line | None:
+    """Decode time in us over the context in tokens, through the rows of one format.
+
+    Of a format that compresses prompts, through those where it does: shorter ones are as of f16.
+    """
+    rows = _trend_rows(rows, spec)
     return fit_line([row["context"] for row in rows], [row["decode_us"] for row in rows])
 
 
-def trend_fields(line: Line | None, base: Line | None, fits: int | None) -> Row:
+def trend_start(rows: Sequence[Row], spec: KVSpec) -> int:
+    """The least context of which `trend_line` tells."""
+    if spec.compression is None:
+        return 0
+    return min((row["context"] for row in _trend_rows(rows, spec)), default=0)
+
+
+def _trend_rows(rows: Sequence[Row], spec: KVSpec) -> list[Row]:
+    return [row for row in rows if spec.compression is None or row["bits_per_element"] < 16]
+
+
+def trend_fields(line: Line | None, base: Line | None, fits: int | None, start: int = 0) -> Row:
     """What the rows of a format say of all its lengths; `base` is the line of f16.
 
-    `fits`: tokens whose cache fits into memory beside the weights, None where that is unknown.
+    `fits`: tokens whose cache fits into memory beside the weights, None where that is unknown;
+    `start`: the least context of which the line tells.
     """
     error = None if line is None else line.error
+    even = break_even(line, base)
+    even = None if even is None else max(even, start)
     return {
         "slope_us_per_1k": None if line is None else line.slope * 1000,
         "slope_error_us_per_1k": None if error is None else error * 1000,
         "intercept_us": None if line is None else line.intercept,
-        "break_even_tokens": None if line is base else break_even(line, base),
+        "break_even_tokens": None if line is base else even,
         "slopes_differ": None if line is base or base is None else slopes_differ(line, base),
         "fits_tokens": fits,
     }
@@ -141,7 +159,7 @@ def memory_row(name: str, shape: Shape, spec: KVSpec, context: int, sequences: i
     """The arithmetic of caches of `sequences` sequences beside the weights of a model.
 
     `token_bytes` is what the tokens take in the long run, `cache_bytes` what a store holds: sinks,
-    tail and tables too.
+    tail and tables too. In a format that compresses prompts the context is one prompt.
     """
     geometry, weights = shape.geometry, shape.weight_bytes
     cache = estimate(geometry, spec, context) * sequences
@@ -151,13 +169,20 @@ def memory_row(name: str, shape: Shape, spec: KVSpec, context: int, sequences: i
         "batch": sequences,
         "weight_bytes": weights,
         "cache_bytes": cache,
-        "token_bytes": round(bytes_per_token(geometry, spec) * context) * sequences,
+        "token_bytes": _token_bytes(geometry, spec, context) * sequences,
         "total_bytes": weights + cache,
         "weight_share": weights / (weights + cache),
         "cache_share": cache / (weights + cache),
-        "bits_per_element": bits_per_element(geometry, spec),
+        "bits_per_element": bits_per_element(geometry, spec, context),
         "bytes_per_token": bytes_per_token(geometry, spec) * sequences,
         "model": shape.name,
         "model_type": shape.model_type,
         "parameters": shape.parameters,
     }
+
+
+def _token_bytes(geometry: Geometry, spec: KVSpec, tokens: int) -> int:
+    if spec.compression is None:
+        return round(bytes_per_token(geometry, spec) * tokens)
+    heads = geometry.num_layers * geometry.num_kv_heads
+    return spec.compression.budget_bytes(tokens, geometry.head_dim) * heads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..backends.ops import PAGE_TOKENS, Ops
@@ -13,7 +14,7 @@ from .checks import check_layer, check_rows
 from .layout import Geometry
 from .spec import KVSpec
 from .state import State
-from .stats import sealed_pages
+from .stats import read_bytes, sealed_pages
 
 
 class Readable(ABC):
@@ -49,6 +50,10 @@ class Readable(ABC):
         for is_value, rows in enumerate((keys, values)):
             self._gather(layer, bool(is_value), rows, end)
             self._basis.leave(layer, bool(is_value), rows, 0)
+
+    def read_bytes(self, lengths: Iterable[int], windows: Sequence[int | None]) -> list[int]:
+        """Bytes that one token's attention reads where so many tokens are cached: see `stats`."""
+        return read_bytes(self.geometry, self.spec, lengths, windows)
 
     def _gather(self, layer: int, is_value: bool, rows: Any, end: int) -> None:
         """All tokens of one side, in the store's basis."""

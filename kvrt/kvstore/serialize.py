@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +107,35 @@ def load_store(path: Path, like: Store, *, model: str = "") -> Loaded:
         return Loaded(store, token_ids, file.metadata)
 
 
+@dataclass(frozen=True)
+class Described:
+    """What a file says of the cache in it: `spec` in the words of `KVSpec`, and its geometry."""
+
+    tokens: int
+    spec: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+
+_GEOMETRY = re.compile(r"([0-9]{1,6}) layers, ([0-9]{1,6}) KV heads of ([0-9]{1,6})(, key bias)?")
+
+
+def describe(file: TensorFile) -> Described:
+    """What a file of `save_store` holds, from its texts alone, without the model it was made with.
+
+    Raises StorageError where they are damaged or of another kind of file, UnsupportedError for
+    another version.
+    """
+    tokens = _check_kind(file)
+    if file.metadata.get(_HEADER_CRC) != _checksum(file.metadata):
+        raise file.damaged("its texts are not those that were saved")
+    shape = _GEOMETRY.fullmatch(file.metadata.get("geometry", ""))
+    if shape is None:
+        raise file.damaged("its metadata lack a geometry")
+    return Described(tokens, _short(file.metadata.get("spec", "")), *map(int, shape.groups()[:3]))
+
+
 def _identity(store: Store, model: str) -> dict[str, str]:
     """What must be the same where the bytes are read."""
     geometry, ops = store.geometry, store.ops
@@ -145,6 +175,24 @@ def _spelled(spec: KVSpec) -> str:
 def _check(file: TensorFile, like: Store, model: str) -> int:
     """Tokens in the file, if it is one for such a store."""
     path, metadata = file.path, file.metadata
+    tokens = _check_kind(file)
+    for key, expected in _identity(like, model).items():
+        got = metadata.get(key)
+        if got is None:
+            raise file.damaged(f"its metadata lack {key!r}")
+        if got != expected:
+            raise UnsupportedError(f"{path}: {_difference(key, got, expected, metadata)}")
+    if tokens > like.max_tokens:
+        raise ContextFullError(
+            f"{path}: {tokens:,} tokens, more than the context limit of {like.max_tokens:,}; "
+            f"start with -c {tokens} or more"
+        )
+    return tokens
+
+
+def _check_kind(file: TensorFile) -> int:
+    """Tokens in the file, if it is of this format and version."""
+    path, metadata = file.path, file.metadata
     if metadata.get("format") != FORMAT:
         raise StorageError(f"{path}: safetensors, but no saved cache")
     if metadata.get("version") != str(FORMAT_VERSION):
@@ -152,20 +200,9 @@ def _check(file: TensorFile, like: Store, model: str) -> int:
         raise UnsupportedError(
             f"{path}: of cache format version {version}, this kvrt reads {FORMAT_VERSION}"
         )
-    for key, expected in _identity(like, model).items():
-        got = metadata.get(key)
-        if got is None:
-            raise file.damaged(f"its metadata lack {key!r}")
-        if got != expected:
-            raise UnsupportedError(f"{path}: {_difference(key, got, expected, metadata)}")
     text = metadata.get("tokens", "")
     if not (text.isascii() and text.isdigit() and len(text) < 16):
         raise file.damaged(f"its number of tokens is {shown(text)}")
-    if int(text) > like.max_tokens:
-        raise ContextFullError(
-            f"{path}: {int(text):,} tokens, more than the context limit of {like.max_tokens:,}; "
-            f"start with -c {int(text)} or more"
-        )
     return int(text)
 
 

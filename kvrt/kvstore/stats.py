@@ -16,6 +16,9 @@ from .spec import KVSpec
 TABLE_START = 16
 """Entries of the smallest page table; it doubles."""
 
+_LONG_PROMPT = 1 << 40
+"""Tokens beyond every budget and window."""
+
 
 @dataclass(frozen=True)
 class StoreStats:
@@ -107,12 +110,11 @@ def _angle_bytes(geometry: Geometry, spec: KVSpec, pages: int) -> int:
 def stats_for(geometry: Geometry, spec: KVSpec, tokens: int) -> StoreStats:
     """What a store of so many tokens holds.
 
-    In a format that compresses prompts they are one prompt, and this is the most it may hold: what
-    is left of a budget is less than the smallest step of each head. Queries that recompress keeps
-    are not in it: a cache's shape does not say how many heads they have.
+    In a format that compresses prompts they are one prompt, and this is the most it may hold: see
+    `compressed_stats`.
     """
     if spec.compression is not None:
-        return _compressed_stats(geometry, spec, spec.compression, tokens)
+        return compressed_stats(geometry, spec, spec.compression, [tokens])
     pages = sealed_pages(spec, tokens)
     settings = geometry.num_layers * LAYER_SETTINGS * 8
     floats = [codec_floats(layout) for layout in layouts(geometry, spec)]
@@ -128,20 +130,57 @@ def stats_for(geometry: Geometry, spec: KVSpec, tokens: int) -> StoreStats:
     )
 
 
-def _compressed_stats(
-    geometry: Geometry, spec: KVSpec, compression: Compression, tokens: int
+def compresses(spec: KVSpec, tokens: int) -> bool:
+    """Whether a format compresses prompts, and keeps less than a whole one of so many tokens."""
+    compression = spec.compression
+    if compression is None or tokens <= spec.sink + spec.window:
+        return False
+    # A channel stands for all: budgets and tokens are in proportion to them.
+    return compression.budget_bytes(tokens, 1) < EXACT_BYTES * tokens
+
+
+def compressed_stats(
+    geometry: Geometry,
+    spec: KVSpec,
+    compression: Compression,
+    prompts: Iterable[int],
+    generated: int = 0,
 ) -> StoreStats:
-    heads = geometry.num_layers * geometry.num_kv_heads
+    """The most that a store holds of prompts, compressed one after the other, and what follows.
+
+    `prompts` are their tokens; `generated` ones come after the last, one by one. What is left of a
+    budget is less than the smallest step of each head. Queries that recompress keeps are not in it:
+    a cache's shape does not say how many heads they have.
+    """
+    heads = _heads(geometry)
     row = EXACT_BYTES * geometry.head_dim
-    budget, exact = compression.budget_bytes(tokens, geometry.head_dim), spec.sink + spec.window
-    packed, rows, directories = 0, tokens, 0
-    if tokens > exact and budget < row * tokens:
-        packed, rows = max(budget - row * exact, 0), exact
-        directories = (geometry.num_kv_heads + 1) * 8 * geometry.num_layers
-    numbers = 2 * (tokens - rows) * heads * geometry.head_dim
+    exact = spec.sink + spec.window
+    length, packed, rows = 0, 0, 0
+
+    def pack_oldest() -> None:
+        nonlocal packed, rows
+        most = compression.recompress
+        while most is not None and rows > most:
+            budget = compression.budget_bytes(length, geometry.head_dim) * PAGE_TOKENS // length
+            if budget >= row * PAGE_TOKENS:
+                return
+            packed, rows = packed + budget, rows - PAGE_TOKENS
+
+    for prompt in prompts:
+        length, rows = length + prompt, rows + prompt
+        if prompt and compresses(spec, rows):
+            budget = compression.budget_bytes(rows, geometry.head_dim)
+            packed, rows = packed + max(budget - row * exact, 0), exact
+        pack_oldest()
+    for _ in range(generated):
+        length, rows = length + 1, rows + 1
+        pack_oldest()
+    compressed = length - rows
+    directories = (geometry.num_kv_heads + 1) * 8 * geometry.num_layers if compressed else 0
+    numbers = 2 * compressed * heads * geometry.head_dim
     return StoreStats(
-        tokens=tokens,
-        sealed_tokens=tokens - rows,
+        tokens=length,
+        sealed_tokens=compressed,
         page_bytes=packed * heads,
         tail_bytes=row * exact_rows(rows) * heads,
         sink_bytes=0,
@@ -187,16 +226,43 @@ def read_bytes(
 
 
 def fixed_bytes(geometry: Geometry, spec: KVSpec) -> int:
-    """Bytes of an empty store: sinks, tail and tables."""
-    return estimate(geometry, spec, 0)
+    """Bytes that do not grow with the tokens: sinks, tail and tables, as of an empty store.
+
+    In a format that compresses prompts, those of a long prompt: its budget too, if that is fixed.
+    """
+    compression = spec.compression
+    if compression is None:
+        return estimate(geometry, spec, 0)
+    if isinstance(compression.budget, int):
+        return estimate(geometry, spec, _LONG_PROMPT)
+    grown = compression.budget_bytes(_LONG_PROMPT, geometry.head_dim)
+    return estimate(geometry, spec, _LONG_PROMPT) - grown * _heads(geometry)
 
 
 def bytes_per_token(geometry: Geometry, spec: KVSpec) -> float:
-    """Bytes that each token adds in the long run."""
+    """Bytes that each token adds in the long run.
+
+    In a format that compresses prompts, each of a prompt: none where the budget is fixed.
+    """
+    if spec.compression is not None:
+        budget = spec.compression.budget
+        share = 0.0 if isinstance(budget, int) else float(budget)
+        return share * EXACT_BYTES * geometry.head_dim * _heads(geometry)
     return slab_bytes(geometry, spec) / PAGE_TOKENS
 
 
-def bits_per_element(geometry: Geometry, spec: KVSpec) -> float:
-    """Bits of each cached number in a sealed page, metadata included, over all layers."""
-    elements = 2 * PAGE_TOKENS * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim
+def bits_per_element(geometry: Geometry, spec: KVSpec, tokens: int = 0) -> float:
+    """Bits of each cached number in a sealed page, metadata included, over all layers.
+
+    In a format that compresses prompts, of each number of what is compressed of a prompt of so many
+    `tokens`, forgotten ones too; 16 where nothing is.
+    """
+    if spec.compression is not None:
+        return stats_for(geometry, spec, tokens).bits_per_element
+    elements = 2 * PAGE_TOKENS * _heads(geometry) * geometry.head_dim
     return slab_bytes(geometry, spec) * 8 / elements
+
+
+def _heads(geometry: Geometry) -> int:
+    """KV heads of all layers."""
+    return geometry.num_layers * geometry.num_kv_heads

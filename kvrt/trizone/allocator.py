@@ -17,7 +17,7 @@ import numpy as np
 from ..backends.ops import Array
 from ..errors import CodecError
 
-_STEPS_AT_ONCE = 1 << 23
+STEPS_AT_ONCE = 1 << 23
 """So many steps are sorted at once, if they belong to several groups: it bounds the memory."""
 
 _LARGEST = np.float32(3e38)
@@ -61,7 +61,7 @@ def allocate(
     if widths == 1 or n == 0 or groups == 0:
         return Allocation(xp.zeros((groups, n), xp.uint8), xp.zeros(groups, xp.int64))
     by_group = np.broadcast_to(rates.reshape(widths, -1), (widths, groups))
-    at_once = max(1, _STEPS_AT_ONCE // (n * (widths - 1)))
+    at_once = max(1, STEPS_AT_ONCE // (n * (widths - 1)))
     parts = [
         _allocate(xp, distortion[:, part], by_group[:, part], budget[part])
         for part in (slice(start, start + at_once) for start in range(0, groups, at_once))

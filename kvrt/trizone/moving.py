@@ -86,7 +86,7 @@ class Movable(Packing):
         return other
 
     def adopt(self, state: State) -> None:
-        """Hold what a state says; for an empty store."""
+        """Hold what a state says, in place of what is held; one of `parts`, or of an empty twin."""
         self._moved = True
         self._state = state
         self._recover()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from ..backends.ops import Ops
 from ..errors import CodecError
 from ..kvstore.checks import check_layer, check_rows
+from ..kvstore.compression import EXACT_BYTES
 from ..kvstore.layout import Geometry
 from .memory import Memory
 from .segment import Widths
@@ -100,3 +102,21 @@ class Readable(ABC):
         """How many tokens and channels a layer keeps at each width, of those compressed."""
         check_layer(self.geometry, layer)
         return Widths.of(self._state.layers[layer].segments, self.geometry.head_dim)
+
+    def read_bytes(self, lengths: Iterable[int], windows: Sequence[int | None]) -> list[int]:
+        """Bytes that one token's attention reads where so many tokens are cached, over all layers.
+
+        Blocks and their directories as they are now, and exact tokens. No layer has a window.
+        """
+        state, geometry = self._state, self.geometry
+        row = EXACT_BYTES * geometry.head_dim * geometry.num_kv_heads * geometry.num_layers
+        blocks = self._block_bytes() + self._directory_bytes()
+        return [blocks + row * (state.rows + length - state.length) for length in lengths]
+
+    def _block_bytes(self) -> int:
+        segments = [segment for zones in self._state.layers for segment in zones.segments]
+        return sum(int(segment.data.nbytes) for segment in segments)
+
+    def _directory_bytes(self) -> int:
+        layers = self._state.layers
+        return sum(zones.directory.nbytes for zones in layers if zones.directory is not None)

@@ -23,7 +23,7 @@ from ..kvstore.saving import Copy
 from ..kvstore.spec import KVSpec
 from ..tensor_file import Tensor, TensorFile
 from .layout import WIDTHS, check_counts
-from .segment import Directory, Segment, lay_out
+from .segment import Directory, Segment, Widths, lay_out
 from .state import EXACT, State, Zones, exact_arrays
 
 _I64, _U8, _F32 = np.dtype(np.int64), np.dtype(np.uint8), np.dtype(np.float32)
@@ -67,6 +67,23 @@ def restored_state(file: TensorFile, tokens: int, spec: KVSpec, empty: State, op
         for layer, zones in enumerate(empty.layers)
     )
     return State(tokens, frozen, rows, layers, rotated)
+
+
+def saved_widths(
+    file: TensorFile, tokens: int, spec: KVSpec, layers: int, head_dim: int
+) -> list[Widths]:
+    """Widths of each layer that a file holds, as of `ZoneStore.widths`. Raises StorageError."""
+    *_, candidates = _text(file, tokens, spec, layers)
+    found = []
+    for layer, counts in enumerate(candidates):
+        segments = []
+        for number, count in enumerate(counts):
+            heads = file.shape(f"layers.{layer}.channels.{number}")[0]
+            owners, by_width, channels = _counts(file, layer, number, count, heads, head_dim)
+            units, _ = lay_out(by_width, owners, channels, head_dim)
+            segments.append(Segment(None, units, owners, count, channels))
+        found.append(Widths.of(segments, head_dim))
+    return found
 
 
 def _text(
@@ -125,23 +142,31 @@ def _segments(
     file: TensorFile, layer: int, candidates: list[int], heads: int, dim: int, ops: Ops
 ) -> Iterator[Segment]:
     for number, count in enumerate(candidates):
-        where = f"layers.{layer}.%s.{number}"
-        shape = (file.shape(where % "blocks")[0], 1 + len(WIDTHS))
-        blocks = file.read(where % "blocks", _I64, shape)
-        channels = file.read(where % "channels", _I64, (heads, len(WIDTHS)))
-        owners, tokens = blocks[:, 0], np.ascontiguousarray(blocks[:, 1:])
-        if np.any((owners < 0) | (owners >= heads)) or np.any(np.diff(owners) < 0):
-            raise file.damaged(f"blocks of layer {layer} belong to no head")
-        if np.any(np.bincount(owners, tokens.sum(1), heads) > count):
-            raise file.damaged(f"blocks of layer {layer} hold more than its {count} tokens")
-        if np.any((channels < 0) | (channels > dim)):
-            raise file.damaged(f"layer {layer} has heads of {channels.tolist()} channels")
-        try:
-            check_counts(tokens, channels[owners], dim)
-        except CodecError as error:
-            raise file.damaged(f"layer {layer}: {error}") from None
+        owners, tokens, channels = _counts(file, layer, number, count, heads, dim)
         units, nbytes = lay_out(tokens, owners, channels, dim)
-        data = file.read(where % "zones", _U8, (nbytes,))
+        data = file.read(f"layers.{layer}.zones.{number}", _U8, (nbytes,))
         if np.any(data[: channels.sum()] >= dim):
             raise file.damaged(f"layer {layer} keeps channels beyond the {dim} of a head")
-        yield Segment(ops.to_device(data), units, owners.copy(), count, channels)
+        yield Segment(ops.to_device(data), units, owners, count, channels)
+
+
+def _counts(
+    file: TensorFile, layer: int, number: int, count: int, heads: int, dim: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of a segment: heads (units,) and tokens by width (units, 4) of blocks, channels by width."""
+    where = f"layers.{layer}.%s.{number}"
+    shape = (file.shape(where % "blocks")[0], 1 + len(WIDTHS))
+    blocks = file.read(where % "blocks", _I64, shape)
+    channels = file.read(where % "channels", _I64, (heads, len(WIDTHS)))
+    owners, tokens = blocks[:, 0].copy(), np.ascontiguousarray(blocks[:, 1:])
+    if np.any((owners < 0) | (owners >= heads)) or np.any(np.diff(owners) < 0):
+        raise file.damaged(f"blocks of layer {layer} belong to no head")
+    if np.any(np.bincount(owners, tokens.sum(1), heads) > count):
+        raise file.damaged(f"blocks of layer {layer} hold more than its {count} tokens")
+    if np.any((channels < 0) | (channels > dim)):
+        raise file.damaged(f"layer {layer} has heads of {channels.tolist()} channels")
+    try:
+        check_counts(tokens, channels[owners], dim)
+    except CodecError as error:
+        raise file.damaged(f"layer {layer}: {error}") from None
+    return owners, tokens, channels

@@ -257,8 +257,7 @@ class ZoneStore(Movable):
         """
         self._recover()
         state, geometry = self._state, self.geometry
-        blocks = sum(part.data.nbytes for zones in state.layers for part in zones.segments)
-        directories = [zones.directory.nbytes for zones in state.layers if zones.directory]
+        blocks, directories = self._block_bytes(), self._directory_bytes()
         compressed = state.length - state.rows
         numbers = 2 * compressed * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim
         return StoreStats(
@@ -267,9 +266,9 @@ class ZoneStore(Movable):
             page_bytes=blocks,
             tail_bytes=sum(zones.keys.nbytes + zones.values.nbytes for zones in state.layers),
             sink_bytes=0,
-            table_bytes=int(self._memory.settings.nbytes) + sum(directories),
+            table_bytes=int(self._memory.settings.nbytes) + directories,
             codec_bytes=sum(
                 zones.queries.nbytes for zones in state.layers if zones.queries is not None
             ),
-            bits_per_element=8 * (blocks + sum(directories)) / numbers if compressed else 16.0,
+            bits_per_element=8 * (blocks + directories) / numbers if compressed else 16.0,
         )

@@ -9,7 +9,6 @@ import pytest
 
 from kvrt.backends.cpu import CpuOps
 from kvrt.bench import measure
-from kvrt.kvstore.stats import read_bytes
 from kvrt.models.decoder import Decoder
 
 BANDWIDTH = 1e9
@@ -43,8 +42,7 @@ def time_by_bytes(
 
     def timed_decode(self: Decoder, token_id: int, store: Any) -> Any:
         out = decode(self, token_id, store)
-        windows = self.config.windows
-        cache = read_bytes(store.geometry, store.spec, [len(store)], windows)[0]
+        (cache,) = store.read_bytes([len(store)], self.config.windows)
         clock.wait((self.step_bytes + cache * slowness(str(store.spec))) / bandwidth)
         return out
 

@@ -192,7 +192,7 @@ def test_groups_do_not_know_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_array_equal(alone.chosen[0], whole.chosen[g])
         assert alone.spent[0] == whole.spent[g]
     # Three groups at a time, the last time one: as many as memory allows for.
-    monkeypatch.setattr(allocator, "_STEPS_AT_ONCE", 3 * 50 * 4)
+    monkeypatch.setattr(allocator, "STEPS_AT_ONCE", 3 * 50 * 4)
     in_parts = allocate(np, d, rates, budget)
     np.testing.assert_array_equal(in_parts.chosen, whole.chosen)
     np.testing.assert_array_equal(in_parts.spent, whole.spent)
