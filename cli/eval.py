@@ -218,6 +218,10 @@ def _rise(dnll: float, error: float | None) -> str:
     return f"{round(dnll, 4) + 0.0:+.4f}{beside}"  # + 0.0: no negative zero
 
 
+def _divergence(kld: float, error: float | None) -> str:
+    return f"{kld:.5f}" + ("" if error is None else f" ± {error:.5f}")
+
+
 PERPLEXITY = (
     Column("kv", "cache"),
     Column("bits_per_element", "bits", _digits(2)),
@@ -229,10 +233,10 @@ PERPLEXITY = (
 DIVERGENCE = (
     Column("kv", "cache"),
     Column("bits_per_element", "bits", _digits(2)),
-    Column("kld", "KLD", _digits(5)),
+    Column(("kld", "kld_se"), "KLD", _divergence),
     Column("top1", "top-1 %", _digits(1)),
     Column(("dnll", "dnll_se"), "dNLL", _rise),
     Column("seconds", "seconds", _digits(1)),
 )
 # What compares with the exact model, and so says nothing of it; its cache is not one to choose.
-BESIDE_EXACT = ("bits_per_element", "kld", "top1", "dnll", "dnll_se")
+BESIDE_EXACT = ("bits_per_element", "kld", "kld_se", "top1", "dnll", "dnll_se")

@@ -43,7 +43,7 @@ class Quality:
     `nll` is the mean negative log-likelihood, `ppl` its exponential. Beside the exact model (f32
     cache, nothing packed): `kld` is the mean Kullback-Leibler divergence from its distribution,
     `top1` the per cent of tokens with the same likeliest successor, `dnll` the rise of the nll.
-    `nll_se` and `dnll_se` are standard errors over windows, None for a single one.
+    `nll_se`, `dnll_se` and `kld_se` are standard errors over windows, None for a single one.
     """
 
     kv: str
@@ -57,6 +57,7 @@ class Quality:
     dnll: float
     nll_se: float | None
     dnll_se: float | None
+    kld_se: float | None
 
 
 def cut_windows(
@@ -200,6 +201,7 @@ class _Pass:
             dnll=float(rises.mean()),
             nll_se=_standard_error(nlls),
             dnll_se=_standard_error(rises),
+            kld_se=_standard_error(np.array([kld for _, kld, _ in self.windows])),
         )
 
 

@@ -4,7 +4,8 @@ formats: from `PageLayout`, for SmolLM2-135M's geometry. quality: the newest row
 tools/results/quality.jsonl (tools/quality.py). attention: attention.json, which is what `kvrt eval
 attn --json` printed, less the layers. cache-speed: the newest run in cache.jsonl
 (tools/bench_cache.py). scan: scan.jsonl, which is what `kvrt bench --scan -o jsonl` printed. speed:
-medians of the newest run of each side in cpu.jsonl (tools/bench_cpu.py). gpu: see gpu_tables.py.
+medians of the newest run of each side in cpu.jsonl (tools/bench_cpu.py). gpu: see gpu_tables.py,
+prompts: see prompt_tables.py.
 """
 
 import json
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import gpu_tables  # noqa: E402
+import prompt_tables  # noqa: E402
 
 from kvrt.kvstore import PRESETS, Geometry, PageLayout, estimate  # noqa: E402
 
@@ -179,6 +181,7 @@ def main() -> None:
         "formats": formats(), "quality": quality(), "attention": attention(),
         "cache-speed": cache_speed(), "scan": scan(), "speed": speed(),
         "gpu": gpu_tables.section(RESULTS.parent),
+        "prompts": prompt_tables.section(RESULTS.parent),
     }  # fmt: skip
     for name, table in tables.items():
         mark = re.compile(rf"(<!-- {name} -->\n)(?:.*?)(<!-- end -->)", re.DOTALL)

@@ -161,6 +161,7 @@ def test_a_format_is_what_decode_gives(faded: Any) -> None:
     rises = nlls - exact_nlls
     assert row.dnll == pytest.approx(rises.mean(), abs=CLOSE)
     assert row.dnll_se == pytest.approx(rises.std(ddof=1) / math.sqrt(3), abs=CLOSE)
+    assert row.kld_se is not None and 0 < row.kld_se < row.kld
     assert row.seconds > 0
     # Pages of half the numbers are seen in all of it.
     assert abs(row.dnll) > 50 * CLOSE and row.kld > 50 * CLOSE and row.top1 < 95
@@ -171,7 +172,7 @@ def test_a_cache_that_loses_nothing_diverges_by_nothing(model: Model) -> None:
     for row in rows:
         assert row.nll == pytest.approx(exact.nll, abs=1e-5)
         assert 0 <= row.kld < 1e-8 and row.top1 == 100
-        assert row.nll_se is None and row.dnll_se is None  # of one window
+        assert row.nll_se is row.dnll_se is row.kld_se is None  # of one window
 
 
 def test_formats_do_not_touch_each_other(faded: Any) -> None:
