@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import KernelError
-from .ops import Array, Linear
+from .ops import PAGE_TOKENS, Array, Linear
 from .view import Extent, PageView, Token
 
 
@@ -66,6 +66,17 @@ def check_key_errors(keys: Array, firsts: Array, counts: Array, heads: Array, ou
         raise KernelError(
             f"key_errors: keys {keys.shape}, firsts {firsts.shape}, counts {counts.shape}, "
             f"heads {heads.shape}, out {out.shape}"
+        )
+
+
+def check_cut_blocks(chosen: Array, ranks: Sequence[int], tokens: Array, counts: Array) -> None:
+    heads, n = chosen.shape
+    units = -(-n // PAGE_TOKENS)
+    fits = tokens.shape == chosen.shape and counts.shape == (heads, units, 4)
+    if not fits or len(ranks) > 5 or not all(0 <= rank < 4 for rank in ranks):
+        raise KernelError(
+            f"cut_blocks: chosen {chosen.shape}, ranks {list(ranks)}, tokens {tokens.shape}, "
+            f"counts {counts.shape}"
         )
 
 

@@ -1,12 +1,16 @@
 """The CPU backend's part that knows zones: what widths cost, packing, unpacking, attention."""
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import numpy as np
 
+from ..trizone.allocator import allocate
+from ..trizone.blocks import cut_blocks
 from . import cpu_zone_attn, cpu_zone_codes
 from .checks import (
     check_attend,
+    check_cut_blocks,
     check_key_errors,
     check_pack_zones,
     check_unpack_zones,
@@ -64,6 +68,17 @@ class ZoneOps(CacheOps):
             kv_heads, 1, address_of(keys), kv_heads, dim, *lists, len(firsts),
             self._thread_scratch(cpu_zone_codes.encode_bytes(dim)), address_of(out),
         )  # fmt: skip
+
+    def allocate(
+        self, distortion: Tensor, rates: np.ndarray, budget: np.ndarray, *, shared: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return allocate(np, distortion, rates, budget, shared=shared)
+
+    def cut_blocks(
+        self, chosen: Tensor, ranks: Sequence[int], start: int, tokens: Tensor, counts: Tensor
+    ) -> None:
+        check_cut_blocks(chosen, ranks, tokens, counts)
+        cut_blocks(chosen, ranks, start, tokens, counts)
 
     def pack_zones(
         self, keys: Tensor, values: Tensor, tokens: Tensor, firsts: Tensor, heads: Tensor,

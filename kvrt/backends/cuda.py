@@ -11,6 +11,7 @@ import numpy as np
 from ..errors import KernelError, OutOfMemoryError
 from .checks import check_linear, check_rmsnorm, check_rope, check_swiglu
 from .cpu_math import F32, KINDS
+from .cuda_allocate import AllocateKernels
 from .cuda_cache import Device
 from .cuda_zones import ZoneKernels
 from .ops import Array, Linear, Matrix, Norm, RandomMatrix
@@ -30,7 +31,7 @@ _KEPT_BYTES = 4 << 20
 _DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
 
 
-class CudaOps(ZoneKernels):
+class CudaOps(AllocateKernels, ZoneKernels):
     """`Ops` on arrays of a GPU. See the protocol for shapes."""
 
     name = "cuda"

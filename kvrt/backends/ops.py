@@ -295,6 +295,30 @@ class Ops(Protocol):
         """
         ...
 
+    def allocate(
+        self, distortion: Array, rates: np.ndarray, budget: np.ndarray, *, shared: bool = False
+    ) -> tuple[Array, Array]:
+        """The widths that leave little distortion for the bytes of a budget.
+
+        distortion (widths, groups, n) f32; rates and budget on the host. Gives chosen (groups, n)
+        u8 and spent (groups,) i64, or (1,) with `shared`: what `kvrt.trizone.allocator.allocate`
+        gives, whose text says how, bit for bit.
+        """
+        ...
+
+    def cut_blocks(
+        self, chosen: Array, ranks: Sequence[int], start: int, tokens: Array, counts: Array
+    ) -> None:
+        """Cut the tokens of each head that were given a width into blocks.
+
+        chosen (kv_heads, n) u8, contiguous: an index of a width, 0 where a token is not kept;
+        ranks[i] is the place of width i in a block, 0 to 3. tokens (kv_heads, n) i64 = the kept
+        tokens of each head by block, then rank, then position, counted from `start`; what lies
+        behind them is undefined. counts (kv_heads, ceil(n / 64), 4) u8 = tokens of each block by
+        rank; zeros behind the last block.
+        """
+        ...
+
     def pack_zones(
         self, keys: Array, values: Array, tokens: Array, firsts: Array, heads: Array, units: Array
     ) -> None:

@@ -60,10 +60,20 @@ def variants() -> list[Variant]:
         *_over("gemv.cu", "KIND", KINDS),
         *_over("prefill.cu", "HEAD_DIM", HEAD_DIMS),
         Variant("zones.cu"),
+        Variant("allocate.cu"),
+        Variant("cut_blocks.cu"),
         *_over("received.cu", "HEAD_DIM", HEAD_DIMS),
         *_of_zones(),
     ]
 
 
-NO_SPILLS = ("attend.cu", "prefill.cu", "zones.cu", "received.cu", "attend_zones.cu")
+NO_SPILLS = (
+    "attend.cu",
+    "prefill.cu",
+    "zones.cu",
+    "received.cu",
+    "attend_zones.cu",
+    "allocate.cu",
+    "cut_blocks.cu",
+)
 """Sources whose kernels must fit into registers."""

@@ -5,7 +5,8 @@ distortion. Cutting the steps of all lower convex hulls at one slope is optimal 
 spends (Shoham and Gersho 1988); what is left is then filled greedily.
 
 Only what NumPy and CuPy both have, a few dozen calls whatever the number of units, and comparisons
-of f32 numbers that are rounded alike on both: the same distortions give the same widths.
+of f32 numbers that are rounded alike on both: the same distortions give the same widths. A GPU has
+kernels that find the same without sorting (`Ops.allocate`, cuda_src/allocate.cu).
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..backends.ops import Array
 from ..errors import CodecError
+
+Array = Any
+"""An array of the backend: NumPy's or CuPy's."""
 
 STEPS_AT_ONCE = 1 << 23
 """So many steps are sorted at once, if they belong to several groups: it bounds the memory."""
@@ -52,7 +55,7 @@ def allocate(
     Raises CodecError where shapes do not fit, rates do not ascend from 0, or more than 2^27 units
     (at five widths) share a budget.
     """
-    _check(distortion, rates, budget, shared)
+    check_allocation(distortion, rates, budget, shared)
     widths, groups, n = distortion.shape
     if shared:
         merged = distortion.reshape(widths, 1, groups * n)
@@ -69,7 +72,10 @@ def allocate(
     return parts[0] if len(parts) == 1 else Allocation(*(xp.concatenate(p) for p in zip(*parts)))
 
 
-def _check(distortion: Array, rates: np.ndarray, budget: np.ndarray, shared: bool) -> None:
+def check_allocation(
+    distortion: Array, rates: np.ndarray, budget: np.ndarray, shared: bool
+) -> None:
+    """Raise CodecError for what `allocate` does not take."""
     widths, groups = distortion.shape[:2]
     shapes = [(widths,)] if shared else [(widths,), (widths, groups)]
     if rates.shape not in shapes or budget.shape != (groups,):

@@ -16,7 +16,6 @@ import numpy as np
 
 from ..backends.ops import Ops
 from ..kvstore.compression import EXACT_BYTES, Compression
-from .allocator import allocate
 from .layout import BLOCK_TOKENS, RUN_ALIGNMENT, WIDTHS, key_rows
 from .policies import POLICIES, Policy, query_energy
 from .segment import Segment, lay_out
@@ -28,7 +27,7 @@ QUERY_ROWS = 256
 """Queries whose attention is summed up at a time."""
 
 ENERGY_QUERIES = 32
-"""The last queries, by which channels of keys are weighed."""
+"""The last queries, by which channels of keys are weighed; no policy asks for fewer."""
 
 _META_BYTES = 4
 """A scale and a minimum."""
@@ -56,65 +55,78 @@ def compress(
     policy = POLICIES[compression.name]
     heads, dim = keys.shape[1:]
     asked = min(policy.asks(len(keys)), new)
-    received = _received(ops, asked, keys, queries, new)
+    received, last = _received(ops, asked, keys, queries, new)
+    energy = query_energy(ops.xp, last[-ENERGY_QUERIES:], heads)  # (heads, dim) f32
     weights = policy.token_weights(ops.xp, received, candidates, asked)  # (heads, n) f32
     errors = ops.empty((4, *weights.shape))
     ops.value_errors(values[candidates], errors)
     distortion = policy.token_distortion(ops.xp, weights, errors)  # (widths, heads, n)
     budgets = np.full(heads, max(budget, 0), np.int64)
     budgets = policy.head_budgets(ops.xp, weights, budgets, EXACT_BYTES * dim)
-    kept, budgets = _keep(ops, policy, distortion, budgets, dim, compression.shared)
-    kept = kept.moved(candidates.start)
-    last = queries(slice(max(new - ENERGY_QUERIES, 0), new))
-    energy = ops.to_host(query_energy(ops.xp, last, heads))  # (heads, dim) f32
+    kept, budgets = _keep(
+        ops, policy, distortion, budgets, dim, compression.shared, candidates.start
+    )
     channels = _channel_widths(ops, policy, kept, budgets, keys, energy)
     return _packed(ops, kept, channels, keys, values, weights.shape[1])
 
 
-def _received(ops: Ops, asked: int, keys: Any, queries: Queries, new: int) -> Any:
-    """The attention that each token gets from the last `asked` queries, (kv_heads, total) f32."""
+def _received(ops: Ops, asked: int, keys: Any, queries: Queries, new: int) -> tuple[Any, Any]:
+    """The attention that each token gets from the last `asked` queries, (kv_heads, total) f32.
+
+    And the last of these queries: QUERY_ROWS of them, or all.
+    """
     total, heads, dim = keys.shape
-    received = ops.xp.zeros((heads, total), np.float32)
-    for start in range(new - asked, new, QUERY_ROWS):
-        rows = slice(start, min(start + QUERY_ROWS, new))
-        seen = total - new + rows.stop
-        part = ops.xp.zeros((heads, seen), np.float32)
-        ops.attention_received(queries(rows), keys[:seen], 1.0 / math.sqrt(dim), part)
-        received[:, :seen] += part
-    return received
+    received, last = ops.xp.zeros((heads, total), np.float32), None
+    scale = 1.0 / math.sqrt(dim)
+    for stop in range(new - (asked - 1) // QUERY_ROWS * QUERY_ROWS, new + 1, QUERY_ROWS):
+        last = queries(slice(max(stop - QUERY_ROWS, new - asked), stop))
+        seen = total - new + stop
+        if seen == total:
+            ops.attention_received(last, keys, scale, received)
+        else:
+            part = ops.xp.zeros((heads, seen), np.float32)
+            ops.attention_received(last, keys[:seen], scale, part)
+            received[:, :seen] += part
+    return received, last
 
 
 @dataclass(frozen=True)
 class _Kept:
     """The tokens that are kept, block after block, heads in order.
 
-    tokens (kept,) i64, on the device: their rows; firsts (units,) i64, on the device: where each
-    block begins among them; counts (units, 4) i64: a block's tokens by width; heads (units,) i64.
+    counts (units, 4) i64: a block's tokens by width; heads (units,) i64: its head. On the device:
+    tokens (any,) i64, rows; blocks (3, units) i64: where each block begins among these, how many
+    it has, and its head.
     """
 
-    tokens: Any
-    firsts: Any
     counts: np.ndarray
     heads: np.ndarray
-
-    def moved(self, rows: int) -> _Kept:
-        """The same tokens, whose rows are counted from so many before."""
-        return _Kept(self.tokens + rows, self.firsts, self.counts, self.heads)
+    tokens: Any
+    blocks: Any
 
 
 def _keep(
-    ops: Ops, policy: Policy, distortion: Any, budgets: np.ndarray, dim: int, shared: bool
+    ops: Ops,
+    policy: Policy,
+    distortion: Any,
+    budgets: np.ndarray,
+    dim: int,
+    shared: bool,
+    start: int,
 ) -> tuple[_Kept, np.ndarray]:
-    """Choose widths for tokens; give what is kept, and what is left of the budgets (kv_heads,)."""
-    xp, widths = ops.xp, np.array(policy.widths)
+    """Choose widths for tokens, of which the first is row `start`.
+
+    Gives what is kept, and what is left of the budgets (kv_heads,).
+    """
+    widths = np.array(policy.widths)
     rates = widths * dim // 8 + np.where((widths > 0) & (widths < 16), _META_BYTES, 0)
     if policy.key_widths == (16,):
         rates += np.where(widths > 0, 2 * dim, 0)  # a whole token, keys too
         for_values = _for_whole_tokens(budgets, dim, shared)
     else:
         for_values = (budgets - _UNIT_BYTES - RUN_ALIGNMENT) // 2
-    chosen, _ = allocate(xp, distortion, rates, for_values, shared=shared)
-    kept = _in_blocks(ops, chosen, policy)
+    chosen, _ = ops.allocate(distortion, rates, for_values, shared=shared)
+    kept = _in_blocks(ops, policy, chosen, start)
     spent = np.bincount(kept.heads, kept.counts @ _value_bytes(dim), len(budgets)).astype(np.int64)
     if shared:  # keys are paid as values are, once each head's blocks have their own
         units = np.bincount(kept.heads, minlength=len(budgets))
@@ -154,31 +166,22 @@ def _value_bytes(dim: int) -> np.ndarray:
     return widths * dim // 8 + np.where(widths < 16, _META_BYTES, 0)
 
 
-def _in_blocks(ops: Ops, chosen: Any, policy: Policy) -> _Kept:
+def _in_blocks(ops: Ops, policy: Policy, chosen: Any, start: int) -> _Kept:
     """The tokens that were given a width, chosen (kv_heads, n) u8, cut into blocks."""
-    xp, (heads, n) = ops.xp, chosen.shape
-    kept = ops.to_host((chosen > 0).sum(axis=1)).astype(np.int64)  # (heads,)
-    blocks = -(-kept // BLOCK_TOKENS)
-    owners = np.repeat(np.arange(heads), blocks)  # (units,)
-    flat = xp.flatnonzero(chosen)
-    head = flat // max(n, 1)
-    starts, first_units = (ops.to_device(np.cumsum(x) - x) for x in (kept, blocks))
-    place = xp.arange(len(flat)) - starts[head]  # in the head
-    unit = first_units[head] + place // BLOCK_TOKENS
-    ranks = np.array([0, *(WIDTHS.index(width) for width in policy.widths[1:])])
-    group = unit * len(WIDTHS) + ops.to_device(ranks)[chosen.reshape(-1)[flat]]
-    # By block, then width, then position; no two are equal.
-    order = xp.sort(group * n + flat % max(n, 1))
-    counts = xp.bincount(order // max(n, 1), minlength=len(WIDTHS) * len(owners))
-    counts = ops.to_host(counts)[: len(WIDTHS) * len(owners)].reshape(-1, len(WIDTHS))
-    counts = counts.astype(np.int64)
-    in_block = counts.sum(1)
-    firsts = ops.to_device(np.cumsum(in_block) - in_block)
-    return _Kept(order % max(n, 1), firsts, counts, owners)
+    heads, n = chosen.shape
+    tokens = ops.empty((heads, n), np.int64)
+    counts = ops.empty((heads, -(-n // BLOCK_TOKENS), len(WIDTHS)), np.uint8)
+    ranks = [0, *(WIDTHS.index(width) for width in policy.widths[1:])]
+    ops.cut_blocks(chosen, ranks, start, tokens, counts)
+    counts = ops.to_host(counts)
+    owners, number = counts.view(np.uint32)[:, :, 0].nonzero()  # (units,) each, heads in order
+    counts = counts[owners, number].astype(np.int64)
+    blocks = np.stack([owners * n + number * BLOCK_TOKENS, counts.sum(1), owners])
+    return _Kept(counts, owners, tokens.reshape(-1), ops.to_device(blocks))
 
 
 def _channel_widths(
-    ops: Ops, policy: Policy, kept: _Kept, budgets: np.ndarray, keys: Any, energy: np.ndarray
+    ops: Ops, policy: Policy, kept: _Kept, budgets: np.ndarray, keys: Any, energy: Any
 ) -> np.ndarray:
     """The width of each channel of keys, (kv_heads, dim) i64; 0 where a head keeps no token."""
     heads, dim = energy.shape
@@ -187,10 +190,10 @@ def _channel_widths(
     if policy.key_widths == (16,):
         return np.where(per_head[:, None] > 0, 16, np.zeros((heads, dim), np.int64))
     errors = ops.empty((heads, dim, 4), np.float64)
-    ops.key_errors(
-        keys, kept.tokens, kept.firsts, ops.to_device(tokens), ops.to_device(kept.heads), errors
-    )
-    distortion = policy.channel_distortion(np, energy, ops.to_host(errors), per_head)
+    firsts, sizes, owners = kept.blocks
+    ops.key_errors(keys, kept.tokens, firsts, sizes, owners, errors)
+    # Few numbers, and on the host the same on each backend.
+    distortion = policy.channel_distortion(np, ops.to_host(energy), ops.to_host(errors), per_head)
     units = np.bincount(kept.heads, minlength=heads)
     rows = np.bincount(kept.heads, key_rows(kept.counts), heads).astype(np.int64)
     widths = np.array(policy.key_widths)[:, None]  # (widths, 1)
@@ -198,8 +201,8 @@ def _channel_widths(
     # The orders of the channels themselves take a byte each.
     rates += np.where((widths > 0) & (units > 0), 1, 0)
     left = budgets - units * _UNIT_BYTES - (RUN_ALIGNMENT - 1)
-    chosen, _ = allocate(np, distortion, rates, left)
-    return np.where(per_head[:, None] > 0, widths[:, 0][chosen], 0)
+    chosen, _ = ops.allocate(ops.to_device(distortion), rates, left)
+    return np.where(per_head[:, None] > 0, widths[:, 0][ops.to_host(chosen)], 0)
 
 
 def _packed(
@@ -216,8 +219,7 @@ def _packed(
     data[: len(orders)] = ops.to_device(orders.astype(np.uint8))
     segment = Segment(data, units, kept.heads, candidates, channels)
     if len(units):
-        ops.pack_zones(
-            keys, values, kept.tokens, kept.firsts, ops.to_device(kept.heads),
-            ops.to_device(segment.placed(ops)),
-        )  # fmt: skip
+        firsts, _, owners = kept.blocks
+        units = ops.to_device(segment.placed(ops))
+        ops.pack_zones(keys, values, kept.tokens, firsts, owners, units)
     return segment

@@ -34,8 +34,8 @@ def query_energy(xp: Any, q: Array, kv_heads: int) -> Array:
     Summed in f64, so that in f32 it hardly ever depends on the order.
     """
     n, heads, dim = q.shape
-    squares = xp.square(q.astype(xp.float64)).sum(axis=0)  # (heads, dim)
-    sums = squares.reshape(kv_heads, heads // kv_heads, dim).sum(axis=1)
+    squares = xp.square(q, dtype=xp.float64).reshape(n, kv_heads, heads // kv_heads, dim)
+    sums = squares.sum(axis=(0, 2))  # (kv_heads, dim)
     return (sums / (n * (heads // kv_heads))).astype(xp.float32)
 
 
@@ -91,12 +91,14 @@ class Policy:
         of the token's energy (a token without any takes no width).
         """
         energy = errors[0]
-        safe = xp.where(energy > 0, energy, xp.float32(1))
-
-        def left(width: int) -> Array:
-            return weights * (errors[_MEASURED[width]] / safe)
-
-        return _by_width(xp, self.widths, weights * (energy > 0), left)
+        present = energy > 0
+        shares = errors / xp.where(present, energy, xp.float32(1))  # (4, kv_heads, n)
+        left = xp.zeros((len(self.widths), *weights.shape), xp.float32)
+        for width, out in zip(self.widths, left):
+            if width < 16:
+                share = present if width == 0 else shares[_MEASURED[width]]
+                xp.multiply(weights, share, out=out)
+        return left
 
     def channel_distortion(self, xp: Any, energy: Array, errors: Array, kept: Array) -> Array:
         """What each width of a K channel leaves: (key_widths, kv_heads, dim) f32.
@@ -208,11 +210,18 @@ def _pooled(xp: Any, weights: Array, width: int) -> Array:
     tokens = weights.shape[1]
     period = max(2 * (tokens - 1), 1)
     place = xp.arange(-(width // 2), tokens + width // 2) % period
-    mirrored = weights[:, xp.minimum(place, period - place)]
-    total = mirrored[:, :tokens]
-    for k in range(1, width):
-        total = total + mirrored[:, k : k + tokens]
-    return total / xp.float32(width)
+    # Sums over 1, 2, 4, ... neighbours, each from the one before, and of them those that make up
+    # the width: f32 is rounded alike wherever this runs.
+    sums, size = weights[:, xp.minimum(place, period - place)], 1
+    total, covered = None, 0
+    while True:
+        if width & size:
+            part = sums[:, covered : covered + tokens]
+            total = part if total is None else total + part
+            covered += size
+        if covered == width:
+            return total / xp.float32(width)
+        sums, size = sums[:, :-size] + sums[:, size:], 2 * size
 
 
 def _counts_of_best(xp: Any, weights: Array, total: int) -> np.ndarray:

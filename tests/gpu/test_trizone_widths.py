@@ -1,12 +1,12 @@
 """What policies and the allocator decide on a GPU: the same widths as on a CPU."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
+from kvrt.backends import get_ops
 from kvrt.backends.cuda import CudaOps
-from kvrt.trizone.allocator import allocate
+from kvrt.backends.ops import Ops
+from kvrt.trizone.layout import WIDTHS
 from kvrt.trizone.policies import POLICIES, query_energy
 
 HEADS, DIM = 4, 64
@@ -14,9 +14,9 @@ V_RATES = {0: 0, 2: 20, 4: 36, 8: 68, 16: 128}
 """Bytes of a V token of 64 channels."""
 
 
-def widths(xp: Any, name: str, tokens: int, shared: bool) -> list[np.ndarray]:
+def widths(ops: Ops, name: str, tokens: int, shared: bool) -> list[np.ndarray]:
     """All that a policy and the allocator make of the same numbers, on the host."""
-    policy = POLICIES[name]
+    xp, policy = ops.xp, POLICIES[name]
     rng = np.random.default_rng(tokens)
     received = rng.lognormal(0, 3, (HEADS, tokens)).astype(np.float32)
     received[:, tokens // 2 :] = received[:, -1:]  # equal units
@@ -30,13 +30,17 @@ def widths(xp: Any, name: str, tokens: int, shared: bool) -> list[np.ndarray]:
     left = policy.token_distortion(xp, weights, xp.asarray(errors))
     rates = np.array([V_RATES[width] for width in policy.widths])
     budgets = policy.head_budgets(xp, weights, np.full(HEADS, 30 * 128 + 77), 128)
-    tokens_of = allocate(xp, left, rates, budgets, shared=shared)
-    kept = np.array((tokens_of.chosen > 0).sum(axis=1).tolist())
+    tokens_of = ops.allocate(left, rates, budgets, shared=shared)
+    kept = np.array((tokens_of[0] > 0).sum(axis=1).tolist())
+    places = xp.zeros((HEADS, tokens), np.int64)
+    counts = xp.zeros((HEADS, -(-tokens // 64), len(WIDTHS)), np.uint8)
+    ranks = [0, *(WIDTHS.index(width) for width in policy.widths[1:])]
+    ops.cut_blocks(tokens_of[0], ranks, 4, places, counts)
     energy = query_energy(xp, xp.asarray(q), HEADS)
     of_channels = policy.channel_distortion(xp, energy, xp.asarray(key_errors), kept)
     by_head = np.array(policy.key_widths)[:, None] * kept // 8  # (widths, heads)
-    channels = allocate(xp, of_channels, by_head - by_head[:1], by_head[-1] * DIM // 5)
-    found = (weights, left, *tokens_of, energy, of_channels, *channels)
+    channels = ops.allocate(of_channels, by_head - by_head[:1], by_head[-1] * DIM // 5)
+    found = (weights, left, *tokens_of, places, counts, energy, of_channels, *channels)
     return [budgets, *(np.array(array.tolist(), array.dtype) for array in found)]
 
 
@@ -44,9 +48,6 @@ def widths(xp: Any, name: str, tokens: int, shared: bool) -> list[np.ndarray]:
 @pytest.mark.parametrize("tokens", [1, 3, 33, 5000])
 @pytest.mark.parametrize("shared", [False, True])
 def test_widths_are_those_of_the_cpu(cuda: CudaOps, name: str, tokens: int, shared: bool) -> None:
-    import cupy
-
-    for want, got in zip(
-        widths(np, name, tokens, shared), widths(cupy, name, tokens, shared), strict=True
-    ):
+    wanted, found = (widths(ops, name, tokens, shared) for ops in (get_ops("cpu"), cuda))
+    for want, got in zip(wanted, found, strict=True):
         np.testing.assert_array_equal(got, want)
