@@ -1,14 +1,16 @@
 """What compressing prompts costs, kept: `python tools/prompts.py FILE... --device WORDS`.
 
 Files are outputs of `kvrt eval kld --prompt N --json`, `kvrt eval needle --json` and `kvrt eval
-kvretrieval --json`; each row is appended to tools/results/prompts.jsonl with where and when it was
-measured. README.md's table is made of them (tools/prompt_tables.py).
+kvretrieval --json`; what they found is appended to tools/results/prompts.jsonl with where it was
+measured, needles and pairs as one row a format, question and length. README.md's table is made of
+them (tools/prompt_tables.py).
 """
 
 import argparse
 import json
 import sys
 from pathlib import Path
+from statistics import fmean
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -16,6 +18,26 @@ sys.path.insert(0, str(ROOT))
 from kvrt.bench.environment import commit  # noqa: E402
 
 RESULTS = ROOT / "tools" / "results" / "prompts.jsonl"
+
+
+KEPT = ("kv", "task", "question", "length")
+
+
+def by_length(rows: list[dict]) -> list[dict]:
+    """Answers of all depths in one row; `by_depth` holds [depth, per cent] of each."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in KEPT), []).append(row)
+    return [
+        {
+            **dict(zip(KEPT, key)),
+            "samples": sum(row["samples"] for row in own),
+            "exact_match": fmean(row["exact_match"] for row in own),
+            "by_depth": [[row["depth"], row["exact_match"]] for row in own],
+            "cache_bytes": round(fmean(row["cache_bytes"] for row in own)),
+        }
+        for key, own in groups.items()
+    ]
 
 
 def main() -> None:
@@ -31,9 +53,11 @@ def main() -> None:
     }  # fmt: skip
     with RESULTS.open("a") as out:
         for file in arguments.files:
-            for row in json.loads(file.read_text())["rows"]:
-                task = row.get("task", "kld")
-                out.write(json.dumps({"task": task, **row, **about}) + "\n")
+            rows = json.loads(file.read_text())["rows"]
+            if "task" in rows[0]:
+                rows = by_length(rows)
+            for row in rows:
+                out.write(json.dumps({"task": "kld", **row, **about}) + "\n")
 
 
 if __name__ == "__main__":

@@ -52,15 +52,12 @@ def test_both_decode_the_same_from_the_same_zones(
     assert isinstance(store, ZoneStore) and len(store.parts().layers[0].segments) == 1
     first.save(tmp_path / "cache")
     second, _ = by_device[there].new_session().load(tmp_path / "cache")
-    for turn in range(2):  # the second prompt meets zones and exact tokens
-        new = ids_of(MORE, seed=10 + turn)
-        ids += new
+    for token in ids_of(20, seed=4):
+        ids.append(token)
         assert np.abs(first.feed(ids) - second.feed(ids)).max() < TOLERANCE
-        for _ in range(3):
-            ids.append(7)
-            assert np.abs(first.feed(ids) - second.feed(ids)).max() < TOLERANCE
-        first = first.fork()
-        second = second.fork()
+    # A prompt on zones and exact tokens; what it makes of them differs where scores are close.
+    ids += ids_of(MORE, seed=5)
+    assert np.abs(first.feed(ids) - second.fork().feed(ids)).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("kv", FORMATS)
@@ -88,4 +85,4 @@ def test_a_budget_of_the_whole_prompt_compresses_nothing(tiny: str) -> None:
             whole.decoder.decode(token, stores[0]),
             exact.decoder.decode(token, stores[1]),
         )
-        assert np.abs(mine - theirs).max() < 2e-3
+        assert np.abs(mine - theirs).max() < TOLERANCE
