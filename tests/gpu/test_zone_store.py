@@ -12,7 +12,7 @@ from tests.helpers.tiny_model import write_tiny_model
 
 FORMATS = (
     "rdkv:40",
-    "rdkv:paper:40",
+    "rdkv:paper:60",
     "snapkv:60",
     "adakv:60",
     "h2o:60",
