@@ -90,9 +90,10 @@ KVRT_INLINE void send(const HeadState& state, float* sums, float* stats) {
 
 // Merge what `count` CTAs found of one head: `own` of CTA number `self`, and what the others send: sums (count, 8,
 // HEAD_DIM) from this head on, and stats (count, 8, 2). In the order of their numbers, so that the last bit of the
-// result does not depend on who was the last.
+// result does not depend on who was the last. The states of MOST heads of 128 channels are under way at once.
+template <int MOST = 16>
 KVRT_INLINE void receive(HeadState& state, const HeadState& own, int self, float* sums, float* stats, int count) {
-  constexpr int AT_ONCE = 16 / PARTS;
+  constexpr int AT_ONCE = MOST / PARTS;
   const int lane = threadIdx.x % WARP;
   for (int first = 0; first < count; first += AT_ONCE) {
     const int left = count - first;

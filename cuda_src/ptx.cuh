@@ -115,6 +115,17 @@ KVRT_INLINE void load_matrix4_transposed(u32* out, const void* row) {
                : "r"(shared_address(row))
                : "memory");
 }
+// The same of two, of which the first 16 lanes give addresses.
+KVRT_INLINE void load_matrix2_transposed(u32* out, const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];"
+               : "=r"(out[0]), "=r"(out[1])
+               : "r"(shared_address(row))
+               : "memory");
+}
+// Until so many threads have come to a barrier of a number from 1 to 15.
+KVRT_INLINE void sync_threads(int name, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
 
 // 16 bytes from global to shared memory; of them the first `wanted`, the rest are zeros.
 KVRT_INLINE void copy_async16(void* shared, const void* global, int wanted = 16) {
@@ -141,6 +152,11 @@ KVRT_INLINE void wait_copies() {
 }
 // Loads that come after it in the source are not begun before it: they would take registers.
 KVRT_INLINE void keep_order() { asm volatile("" ::: "memory"); }
+// A number that the compiler does not know the making of: what follows from it is not kept from round to round.
+KVRT_INLINE u32 as_new(u32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 // An address that the compiler does not know the making of: what lies a constant behind it needs no address of its own.
 KVRT_INLINE const unsigned char* as_base(const unsigned char* place) {
   asm("" : "+l"(place));

@@ -31,8 +31,16 @@ _LOG2_E = math.log2(math.e)
 _FEW_HEADS = 4
 """Query heads of a CTA of attention are counted as so many, or as QUERY_HEADS."""
 
-_TEAM_WARPS = 4
-_MOST_TEAMS = 4
+_TEAM_WARPS = 2
+_MOST_TEAMS = 7
+"""With 13 to 16 warps a thread has 128 registers."""
+
+_LARGE_HEAD = 128
+"""Above it a thread takes more: there are about half as many teams."""
+
+_MOST_ARENA = 128 << 10
+"""Bytes of shared memory that units are copied to, at most, where more would fit."""
+
 _OWN_SHARED = 1024
 """Bytes of shared memory of a block, at most, that are not dynamic."""
 
@@ -46,17 +54,19 @@ _STATS_BYTES = 128 << 20
 """Scratch of received.cu, at most, but for one chunk of keys."""
 
 
-def team_bytes(dim: int, heads: int) -> tuple[int, int]:
-    """Bytes of a unit's buffer, and of what else a team has, as zone_unit.cuh counts them."""
-    unit = PAGE_TOKENS * (4 * dim + 16)
-    return unit, heads * (dim + (_TEAM_WARPS + 1) * (PAGE_TOKENS + 1)) * 4
+def fixed_bytes(dim: int, heads: int, teams: int) -> int:
+    """Shared memory of a CTA of attend_zones.cu beside that of units: `TeamSpace` and `Query`."""
+    row = 16 * (heads // 4)  # of weights of a line
+    tokens = PAGE_TOKENS // _TEAM_WARPS
+    space = row * (dim + 1 + _TEAM_WARPS * (tokens + 1)) + _TEAM_WARPS * heads * 4
+    return teams * space + (dim + 1) * heads * 4
 
 
-def shared_bytes(dim: int, heads: int, teams: int) -> int:
-    """Dynamic shared memory of a CTA of attend_zones.cu."""
-    unit, space = team_bytes(dim, heads)
-    states = (teams * _TEAM_WARPS * 32 * 4 * heads + 3 * teams * heads) * 4
-    return dim * heads * 4 + teams * space + max(teams * unit, states)
+def least_arena(dim: int, heads: int, teams: int) -> int:
+    """Bytes that a unit, or what all warps have found in the end, takes."""
+    warps = teams * _TEAM_WARPS
+    states = 4 * heads * (warps * dim + 8 + 3 * warps)
+    return max(PAGE_TOKENS * dim * 4 + 16, -(-states // 16) * 16)
 
 
 @lru_cache(maxsize=64)
@@ -66,13 +76,19 @@ def zone_defines(dim: int, group: int, shared: int) -> dict[str, Any]:
     Raises KernelError where a CTA does not fit.
     """
     heads = _FEW_HEADS if group <= _FEW_HEADS else QUERY_HEADS
-    for teams in range(_MOST_TEAMS, 0, -1):
-        size = shared_bytes(dim, heads, teams)
-        if size <= shared - _OWN_SHARED:
-            return {"HEAD_DIM": dim, "HEADS": heads, "TEAMS": teams, "SHARED_BYTES": size}
+    most = _MOST_TEAMS if dim <= _LARGE_HEAD else (_MOST_TEAMS + 1) // 2
+    for teams in range(most, 0, -1):
+        fixed, least = fixed_bytes(dim, heads, teams), least_arena(dim, heads, teams)
+        room = (shared - _OWN_SHARED - fixed) // 16 * 16
+        if room >= least:
+            arena = max(min(room, _MOST_ARENA), least)
+            return {
+                "HEAD_DIM": dim, "HEADS": heads, "TEAMS": teams, "ARENA_BYTES": arena,
+                "SHARED_BYTES": fixed + arena,
+            }  # fmt: skip
     raise KernelError(
-        f"attention over zones of head_dim {dim} needs {size + _OWN_SHARED} bytes of shared "
-        f"memory a block; this device has {shared}"
+        f"attention over zones of head_dim {dim} needs {fixed + least + _OWN_SHARED} bytes of "
+        f"shared memory a block; this device has {shared}"
     )
 
 

@@ -73,6 +73,7 @@ struct Block {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   Barrier barrier;
+  Barrier named[16];
   Fiber* running = nullptr;
   jmp_buf scheduler;
   std::function<void()> body;
@@ -120,6 +121,7 @@ inline void run_block() {
   b.fibers.resize(count);
   b.warps.assign((count + 31) / 32, Warp());
   b.barrier = Barrier();
+  for (Barrier& barrier : b.named) barrier = Barrier();
   for (int i = 0; i < count; ++i) {
     Fiber& fiber = b.fibers[i];
     fiber.stack.resize(1 << 17);
@@ -221,6 +223,11 @@ inline unsigned __ballot_sync(unsigned, int predicate) {
   auto* slots = emulated::exchange(&word, 1);
   for (int i = 0; i < emulated::self().warp->size; ++i) result |= slots[i][0] << i;
   return result;
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  auto* slots = emulated::exchange(&value, 1);
+  for (int i = 0; i < emulated::self().warp->size; ++i) value = slots[i][0] > value ? slots[i][0] : value;
+  return value;
 }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
@@ -337,6 +344,14 @@ inline void load_matrix4(u32* out, const void* row, bool transposed = false) {
   }
 }
 inline void load_matrix4_transposed(u32* out, const void* row) { load_matrix4(out, row, true); }
+// The same of two.
+inline void load_matrix2_transposed(u32* out, const void* row) {
+  u32 all[4];
+  load_matrix4(all, row, true);
+  out[0] = all[0];
+  out[1] = all[1];
+}
+inline void sync_threads(int name, int threads) { emulated::wait(emulated::block().named[name], threads); }
 
 inline void copy_async(void* target, const void* source, int wanted, int bytes) {
   emulated::self().open.push_back({target, source, bytes, wanted});
@@ -362,6 +377,7 @@ void wait_copies() {
   }
 }
 inline void keep_order() {}
+inline u32 as_new(u32 x) { return x; }
 inline const unsigned char* as_base(const unsigned char* place) { return place; }
 inline uint4 load_stream(const void* place) { return *static_cast<const uint4*>(place); }
 inline long long load_early(const long long* place) { return *place; }

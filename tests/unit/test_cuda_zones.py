@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvrt.backends.cuda import CudaOps
-from kvrt.backends.cuda_zones import shared_bytes, zone_defines
+from kvrt.backends.cuda_zones import least_arena, zone_defines
 from kvrt.errors import KernelError
 from kvrt.trizone.layout import block_bytes, unpack_counts
 from tests.emulator import COMPILER
@@ -169,6 +169,23 @@ def test_attention_over_ragged_heads(cuda: CudaOps, kept: list[int], tail: int) 
     check(*attend(cuda, make_layer(cuda, zones_of(heads, 64, kept), heads, 64, tail), 2))
 
 
+@pytest.mark.parametrize(
+    ("dim", "widths", "tail"),
+    [
+        (16, (4, 2), 1),  # two cells a team
+        (16, (4, 2), 300),  # and rows of the tail after blocks
+        (64, (16, 8, 4, 2), 70),  # one
+        (128, (16,), 40),  # of three teams
+    ],
+)
+def test_attention_in_rounds(cuda: CudaOps, dim: int, widths: tuple[int, ...], tail: int) -> None:
+    """A block of threads has more units than find room at once: one for each head here."""
+    heads = cuda.device.multiprocessors + 1
+    kept = [500, *[1] * (heads - 1)]
+    zones = zones_of(heads, dim, kept, v_widths=widths, k_widths=widths)
+    check(*attend(cuda, make_layer(cuda, zones, heads, dim, tail), 4))
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 63, 64, 65])
 def test_attention_over_short_blocks(cuda: CudaOps, tokens: int) -> None:
     check(*attend(cuda, make_layer(cuda, zones_of(1, 80, [tokens]), 1, 80, 1), 3))
@@ -180,8 +197,10 @@ def test_attention_over_one_width(cuda: CudaOps, width: int) -> None:
     check(*attend(cuda, make_layer(cuda, zones, 1, 128, 5), 4))
 
 
-def test_attention_with_few_channels(cuda: CudaOps) -> None:
-    zones = zones_of(1, 128, [150], k_widths=(2, *[0] * 60))
+@pytest.mark.parametrize("width", [16, 8, 4, 2])
+def test_attention_with_few_channels(cuda: CudaOps, width: int) -> None:
+    """Of 16 channels that are taken at once, most are behind the last one."""
+    zones = zones_of(1, 128, [150], k_widths=(width, *[0] * 60))
     check(*attend(cuda, make_layer(cuda, zones, 1, 128, 5), 4))
 
 
@@ -189,6 +208,41 @@ def test_attention_with_few_channels(cuda: CudaOps) -> None:
 def test_attention_over_rotated_values(cuda: CudaOps, dim: int) -> None:
     zones = zones_of(2, dim, [90, 70])
     check(*attend(cuda, make_layer(cuda, zones, 2, dim, 37, block=dim & -dim), 3))
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 33, 49])
+def test_attention_over_few_exact_values(cuda: CudaOps, tokens: int) -> None:
+    """What lies behind the last row may be a NaN."""
+    zones = zones_of(1, 64, [tokens], v_widths=(16,), k_widths=(16, 2, 0))
+    check(*attend(cuda, make_layer(cuda, zones, 1, 64, 1), 4))
+
+
+@pytest.mark.parametrize("group", range(1, 10))
+def test_attention_by_group(cuda: CudaOps, group: int) -> None:
+    check(*attend(cuda, make_layer(cuda, zones_of(2, 16, [70, 3]), 2, 16, 9), group))
+
+
+@pytest.mark.parametrize(("size", "query"), [(2e4, 1e-4), (3e-6, 1e5), (1.0, 1e-30), (1.0, 0.0)])
+def test_attention_by_size_of_numbers(cuda: CudaOps, size: float, query: float) -> None:
+    """Scales from what halves hardly have to what they just have."""
+    keys, values = smooth(1, 64)
+    zones = make_zones(keys * np.float32(size), values * np.float32(size), [130])
+    layer = make_layer(cuda, zones, 1, 64, 0)
+    check(*attend(cuda, layer, 4, query))
+    check(*attend(cuda, layer, 8, query))
+
+
+def test_attention_over_numbers_of_many_sizes(cuda: CudaOps) -> None:
+    """Scales of channels and tokens are far apart, and the query makes up for those of channels."""
+    keys, values = smooth(1, 64)
+    of_channels = np.logspace(-2, 2, 64, dtype=np.float32)
+    of_tokens = np.logspace(-3, 3, len(values), dtype=np.float32)[:, None, None]
+    zones = make_zones(keys * of_channels, values * of_tokens, [200])
+    layer = make_layer(cuda, zones, 1, 64, 0)
+    q = np.random.default_rng(3).normal(0, 1, (4, 64)).astype(np.float32) / of_channels
+    out = np.empty((4, 64), np.float32)
+    cuda.attend(q, layer.view, 0.125, None, out)
+    check(out, layer.expected(q, 0.125))
 
 
 def test_attention_with_sharp_scores(cuda: CudaOps) -> None:
@@ -224,12 +278,13 @@ def test_what_attention_refuses(cuda: CudaOps) -> None:
 
 @pytest.mark.parametrize(
     ("dim", "group", "shared", "teams"),
-    [(128, 4, 227, 4), (128, 8, 227, 4), (256, 8, 227, 2), (128, 4, 99, 2), (256, 8, 99, 1)],
+    [(128, 4, 227, 7), (128, 8, 227, 7), (256, 8, 227, 4), (128, 4, 99, 7), (256, 8, 99, 2)],
 )
 def test_shapes_fit(dim: int, group: int, shared: int, teams: int) -> None:
     defines = zone_defines(dim, group, shared * 1024)
     assert defines["TEAMS"] == teams
-    assert defines["SHARED_BYTES"] == shared_bytes(dim, defines["HEADS"], teams) < shared * 1024
+    assert defines["ARENA_BYTES"] >= least_arena(dim, defines["HEADS"], teams)
+    assert defines["ARENA_BYTES"] < defines["SHARED_BYTES"] < shared * 1024
 
 
 @pytest.mark.parametrize(
