@@ -43,8 +43,9 @@ from kvrt.calibrate import normal_calibration  # noqa: E402
 from kvrt.cli.kv_options import Format, resolve_formats  # noqa: E402
 from kvrt.cli.ranges import parse_counts  # noqa: E402
 from kvrt.errors import KernelError, KvrtError, UsageError  # noqa: E402
-from kvrt.kvstore import Geometry, KVStore, Rotary  # noqa: E402
-from kvrt.kvstore.stats import read_bytes  # noqa: E402
+from kvrt.kvstore import Geometry, KVSpec, KVStore, Rotary, estimate  # noqa: E402
+from kvrt.stores import Store  # noqa: E402
+from kvrt.trizone.store import ZoneStore  # noqa: E402
 
 RESULTS = ROOT / "tools" / "results" / "kernels.jsonl"
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -101,14 +102,12 @@ def in_turn(nbytes: int, most: int = MOST_LAYERS) -> int:
 def attention(ops: Ops, shape: Shape, chosen: Format, context: int) -> Work:
     """One query over `context` tokens, in one layer after the other of one store."""
     spec = chosen.spec
-    (nbytes,) = read_bytes(geometry_of(shape, 1), spec, [context], [None])
-    layers = in_turn(nbytes)
+    layers = in_turn(estimate(geometry_of(shape, 1), spec, context))
     geometry = geometry_of(shape, layers)
-    store = KVStore(
-        geometry, spec, ops, context, rotary=rotary_of(shape.head_dim),
-        calibration=normal_calibration("random", "", geometry) if spec.calibrated else None,
-    )  # fmt: skip
-    RandomTokens(ops, geometry, 0).grow(store, context)
+    store = _empty_store(ops, geometry, spec, context)
+    RandomTokens(ops, geometry, 0, shape.heads).grow(store, context)
+    (read,) = store.read_bytes([context], [None] * layers)
+    nbytes = int(read) // layers
     query = np.random.default_rng(0).standard_normal((shape.heads, shape.head_dim), np.float32)
     q, out = ops.to_device(query), ops.empty(query.shape)
     scale = 1.0 / math.sqrt(shape.head_dim)
@@ -123,6 +122,15 @@ def attention(ops: Ops, shape: Shape, chosen: Format, context: int) -> Work:
         "in_turn": layers,
     }
     return Work(calls, nbytes + 2 * query.nbytes, row, (store, q, out))
+
+
+def _empty_store(ops: Ops, geometry: Geometry, spec: KVSpec, context: int) -> Store:
+    if spec.compression is not None:
+        return ZoneStore(geometry, spec, ops, context)
+    return KVStore(
+        geometry, spec, ops, context, rotary=rotary_of(geometry.head_dim),
+        calibration=normal_calibration("random", "", geometry) if spec.calibrated else None,
+    )  # fmt: skip
 
 
 def check(ops: Ops, work: Work) -> None:

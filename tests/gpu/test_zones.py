@@ -10,6 +10,10 @@ from tests.helpers.tiles import TILES
 from tests.helpers.zone_layer import make_layer, send_blocks
 from tests.helpers.zone_reference import errors, make_zones, received
 
+TOLERANCE = 5e-4
+"""Of attention, beside float64. The tensor cores of an H200 add up products with fewer bits than an
+f32 has (2e-4 was measured); all else is f32, and on the emulator 3e-6 holds."""
+
 SIZES = [(3, 64), (4, 128), (1, 256), (2, 16)]
 
 
@@ -69,7 +73,7 @@ def test_attention(cuda: CudaOps, dim: int, group: int) -> None:
             cuda.attend(cuda.to_device(q), layer.view, dim**-0.5, None, out)
             found.append(cuda.to_host(out))
         expected = layer.expected(q, dim**-0.5)
-        assert np.linalg.norm(found[0] - expected) < 3e-6 * np.linalg.norm(expected)
+        assert np.linalg.norm(found[0] - expected) < TOLERANCE * np.linalg.norm(expected)
         assert len({out.tobytes() for out in found}) == 1
 
 
