@@ -44,6 +44,7 @@ from kvrt.cli.kv_options import Format, resolve_formats  # noqa: E402
 from kvrt.cli.ranges import parse_counts  # noqa: E402
 from kvrt.errors import KernelError, KvrtError, UsageError  # noqa: E402
 from kvrt.kvstore import Geometry, KVSpec, KVStore, Rotary, estimate  # noqa: E402
+from kvrt.kvstore.stats import read_bytes  # noqa: E402
 from kvrt.stores import Store  # noqa: E402
 from kvrt.trizone.store import ZoneStore  # noqa: E402
 
@@ -102,7 +103,12 @@ def in_turn(nbytes: int, most: int = MOST_LAYERS) -> int:
 def attention(ops: Ops, shape: Shape, chosen: Format, context: int) -> Work:
     """One query over `context` tokens, in one layer after the other of one store."""
     spec = chosen.spec
-    layers = in_turn(estimate(geometry_of(shape, 1), spec, context))
+    single = geometry_of(shape, 1)
+    if spec.compression is None:
+        (size,) = read_bytes(single, spec, [context], [None])
+    else:
+        size = estimate(single, spec, context)
+    layers = in_turn(size)
     geometry = geometry_of(shape, layers)
     store = _empty_store(ops, geometry, spec, context)
     RandomTokens(ops, geometry, 0, shape.heads).grow(store, context)
