@@ -167,7 +167,8 @@ class Decoder:
         Returns (vocab_size,) f32, or (n, vocab_size) f32 with `all_logits`. With a packed history
         each token sees the ones before it as `decode` would have: for measuring a format's
         quality. `progress(done, total)` is called after each layer. Raises ContextFullError,
-        before any work, where the tokens do not fit. On any exception the store is as it was.
+        before any work, where the tokens do not fit. On any exception the store is as it was;
+        with recompress and a packed history, as it was when it last packed tokens.
         """
         ids = self._checked(token_ids, store)
         with self._lock:

@@ -57,14 +57,14 @@ def _asked(rows: list[Row], task: str, question: str) -> list[Row]:
 
 
 def _divergence(rows: Iterable[Row]) -> str:
-    return " ".join(f"{row['kld']:.4f} ± {row['kld_se']:.4f}" for row in list(rows)[-1:])
+    return " ".join(f"{row['kld']:#.3g} ± {row['kld_se']:#.2g}" for row in list(rows)[-1:])
 
 
 def _found(rows: Iterable[Row]) -> str:
     """The share of right answers over all lengths and depths."""
     rows = list(rows)
     count = sum(row["samples"] for row in rows)
-    if not count:
+    if count < 2:
         return ""
     share = sum(row["exact_match"] * row["samples"] for row in rows) / count / 100
-    return f"{100 * share:.0f} ± {100 * math.sqrt(share * (1 - share) / count):.0f}"
+    return f"{100 * share:.0f} ± {100 * math.sqrt(share * (1 - share) / (count - 1)):.0f}"

@@ -124,6 +124,9 @@ class CpuOps(ZoneOps):
     def trim(self) -> None:
         """Nothing: what is kept is small."""
 
+    def release(self) -> None:
+        """Nothing: the system gets back what is freed."""
+
     def reset_peak(self) -> bool:
         memory.release_freed()
         return memory.reset_peak()

@@ -106,6 +106,9 @@ class CudaOps(AllocateKernels, ZoneKernels):
         for key in [key for key, held in self._buffers.items() if held.nbytes > _KEPT_BYTES]:
             del self._buffers[key]
 
+    def release(self) -> None:
+        self.device.release()
+
     def reset_peak(self) -> bool:
         return self.device.reset_peak()
 

@@ -85,12 +85,16 @@ class DeviceMemory:
             return make(*arguments)
         except MemoryError:  # CuPy's is one, too
             # A limit on the pool counts what it holds unused, in blocks of other sizes.
-            self.peak_bytes()
-            self.xp.get_default_memory_pool().free_all_blocks()
+            self.release()
         try:
             return make(*arguments)
         except MemoryError as error:
             raise OutOfMemoryError(f"{self.label} has no memory left: {error}") from error
+
+    def release(self) -> None:
+        """Give back what the allocator holds unused."""
+        self.peak_bytes()
+        self.xp.get_default_memory_pool().free_all_blocks()
 
     def reset_peak(self) -> bool:
         """Begin to measure the peak anew: what the allocator holds unused goes back first."""

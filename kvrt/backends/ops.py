@@ -108,6 +108,10 @@ class Ops(Protocol):
         """Give back memory that only loading, or computing many tokens at once, needs."""
         ...
 
+    def release(self) -> None:
+        """Give the device's memory that the allocator holds unused back to others."""
+        ...
+
     def reset_peak(self) -> bool:
         """Begin to measure the peak anew; False where it can only be that of the whole process."""
         ...

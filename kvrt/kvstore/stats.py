@@ -60,8 +60,13 @@ def tail_rows(spec: KVSpec) -> int:
 
 
 def exact_rows(tokens: int) -> int:
-    """Tokens that zone C has room for when it holds so many: whole pages, one at least."""
-    return max(-(-tokens // PAGE_TOKENS), 1) * PAGE_TOKENS
+    """Tokens that zone C has room for when it holds so many: whole pages, one at least.
+
+    From 16 pages on it grows by a sixteenth to an eighth, since each time all is copied.
+    """
+    pages = max(-(-tokens // PAGE_TOKENS), 1)
+    step = 1 << max(pages.bit_length() - 4, 0)
+    return -(-pages // step) * step * PAGE_TOKENS
 
 
 def table_entries(pages: int) -> int:

@@ -16,7 +16,15 @@ import numpy as np
 
 from ..backends.ops import Ops
 from ..kvstore.compression import EXACT_BYTES, Compression
-from .layout import BLOCK_TOKENS, RUN_ALIGNMENT, WIDTHS, key_rows
+from .layout import (
+    BLOCK_TOKENS,
+    META_BYTES,
+    RUN_ALIGNMENT,
+    WIDTHS,
+    key_rows,
+    meta_bytes,
+    row_bytes,
+)
 from .policies import POLICIES, Policy, query_energy
 from .segment import Segment, lay_out
 
@@ -28,9 +36,6 @@ QUERY_ROWS = 256
 
 ENERGY_QUERIES = 32
 """The last queries, by which channels of keys are weighed; no policy asks for fewer."""
-
-_META_BYTES = 4
-"""A scale and a minimum."""
 
 _UNIT_BYTES = 32 + RUN_ALIGNMENT - 1
 """Of a block beside its run: its row of the directory, and what rounds the run up, at most."""
@@ -119,7 +124,7 @@ def _keep(
     Gives what is kept, and what is left of the budgets (kv_heads,).
     """
     widths = np.array(policy.widths)
-    rates = widths * dim // 8 + np.where((widths > 0) & (widths < 16), _META_BYTES, 0)
+    rates = widths * dim // 8 + np.where((widths > 0) & (widths < 16), META_BYTES, 0)
     if policy.key_widths == (16,):
         rates += np.where(widths > 0, 2 * dim, 0)  # a whole token, keys too
         for_values = _for_whole_tokens(budgets, dim, shared)
@@ -162,8 +167,8 @@ def _for_whole_tokens(budgets: np.ndarray, dim: int, shared: bool) -> np.ndarray
 
 def _value_bytes(dim: int) -> np.ndarray:
     """Bytes of a token's values by width, in the order of WIDTHS."""
-    widths = np.array(WIDTHS)
-    return widths * dim // 8 + np.where(widths < 16, _META_BYTES, 0)
+    each = np.eye(len(WIDTHS), dtype=np.int64)
+    return row_bytes(each, dim) + meta_bytes(each)
 
 
 def _in_blocks(ops: Ops, policy: Policy, chosen: Any, start: int) -> _Kept:
@@ -197,7 +202,7 @@ def _channel_widths(
     units = np.bincount(kept.heads, minlength=heads)
     rows = np.bincount(kept.heads, key_rows(kept.counts), heads).astype(np.int64)
     widths = np.array(policy.key_widths)[:, None]  # (widths, 1)
-    rates = rows * widths // 8 + np.where((widths > 0) & (widths < 16), _META_BYTES * units, 0)
+    rates = rows * widths // 8 + np.where((widths > 0) & (widths < 16), META_BYTES * units, 0)
     # The orders of the channels themselves take a byte each.
     rates += np.where((widths > 0) & (units > 0), 1, 0)
     left = budgets - units * _UNIT_BYTES - (RUN_ALIGNMENT - 1)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..backends.view import PAGE_TOKENS
-from ..errors import CodecError, UnsupportedError
+from ..errors import CodecError
 
 WIDTHS = (16, 8, 4, 2)
 """Bits of a kept V token or K channel, in the order in which they come."""
@@ -33,25 +33,15 @@ BLOCK_TOKENS = PAGE_TOKENS
 RUN_ALIGNMENT = 16
 """Runs are multiples of so many bytes, and must begin at one."""
 
-MOST_CHANNELS = 256
-"""A channel's number is kept in a byte."""
-
 _ROW_TOKENS = 4
 """Tokens of K codes are rounded up to a multiple of this, so that channels begin at whole bytes."""
 
-_META_BYTES = 4
+META_BYTES = 4
+"""Of a row of codes: its scale and its minimum."""
+
 _COUNT_BITS = 16
 
 Array = Any
-
-
-def check_head_dim(head_dim: int) -> None:
-    """Raise UnsupportedError for a size of heads that blocks do not hold."""
-    if head_dim % 16 or not 16 <= head_dim <= MOST_CHANNELS:
-        raise UnsupportedError(
-            f"zones need a head_dim that is a multiple of 16 up to {MOST_CHANNELS}, "
-            f"got {head_dim}; formats without a budget take it"
-        )
 
 
 def check_counts(tokens: np.ndarray, channels: np.ndarray, head_dim: int) -> None:
@@ -85,7 +75,7 @@ def row_bytes(counts: Array, length: Array) -> Array:
 
 def meta_bytes(counts: Array) -> Array:
     """Bytes of scales and minima of rows, so many (..., 4) of each width."""
-    return counts[..., 1:].sum(axis=-1) * _META_BYTES
+    return counts[..., 1:].sum(axis=-1) * META_BYTES
 
 
 def key_rows(token_counts: Array) -> Array:

@@ -15,6 +15,9 @@ from ..kvstore.layout import Geometry
 from ..kvstore.stats import exact_rows
 from .state import EXACT, Zones, exact_arrays
 
+_MUCH = 256 << 20
+"""Bytes from which zone C of all layers is not held twice while it grows."""
+
 
 class Memory:
     """Makes the arrays of layers, and keeps the settings by which kernels find them.
@@ -39,6 +42,20 @@ class Memory:
         """Zone C of a layer, with room for so many tokens: keys and values."""
         geometry = self._geometry
         return exact_arrays(self._ops, geometry.num_kv_heads, rows, geometry.head_dim)
+
+    def expect(self, rows: int) -> bool:
+        """Prepare for zone C of all layers with room for so many tokens.
+
+        Returns whether that is so much that old and new ones should not be there side by side: an
+        allocator has no use for what is freed, since each time more is asked for.
+        """
+        geometry = self._geometry
+        row = geometry.num_kv_heads * geometry.head_dim * EXACT.itemsize
+        nbytes, count = row * exact_rows(rows), 2 * geometry.num_layers
+        if nbytes * count > _MUCH:
+            return True
+        self._ops.expect(count, nbytes)
+        return False
 
     def empty_layers(self) -> tuple[Zones, ...]:
         """Layers that hold nothing."""

@@ -83,14 +83,23 @@ class Packing(Readable):
         """A layer that keeps the newest queries, when its zone C will have so many rows."""
         if zones.queries is None:
             return zones
+        kept = zones.queries.copy()
+        self._keep_queries(kept, queries, new, rows)
+        return replace(zones, queries=kept)
+
+    def _keep_queries(self, kept: Any | None, queries: Queries | None, new: int, rows: int) -> None:
+        """Write the newest queries into `kept`, None: nowhere, by their tokens' rows in zone C.
+
+        The last of `new` tokens is row `rows` - 1.
+        """
+        if kept is None:
+            return
         if queries is None:
             raise CodecError(f"cache format {self.spec} weighs tokens by queries: give them")
-        kept = zones.queries.copy()
         count = min(new, QUERY_ROWS)
         newest = queries(slice(new - count, new))
         for i in range(count):
             kept[(rows - count + i) % QUERY_ROWS] = newest[i]
-        return replace(zones, queries=kept)
 
     def until_packing(self) -> int | None:
         """Tokens with which some will be packed, if added one by one; None if never."""

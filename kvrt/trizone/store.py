@@ -106,17 +106,20 @@ class ZoneStore(Movable):
 
     # One token, step by step
 
-    def append(self, layer: int, k: Any, v: Any) -> None:
+    def append(self, layer: int, k: Any, v: Any, queries: Queries | None = None) -> None:
         """Put the next token's k, v (1, num_kv_heads, head_dim) f32 into a layer's zone C.
 
         The token counts as cached only after `advance`; until then it may be written again.
+        `queries` as of `extend`; only recompress needs them. Raises CodecError without them there.
         """
         self._check(layer, k, v, 1)
         self.check_room(1)
-        self._reserve(self._state.rows + 1)
-        self.ops.append(self._memory.views[layer], k, self._kept(v), self._state.rows)
+        rows = self._state.rows
+        self._reserve(rows + 1)
+        self._keep_queries(self._state.layers[layer].queries, queries, 1, rows + 1)
+        self.ops.append(self._memory.views[layer], k, self._kept(v), rows)
         self._stepped.add(layer)
-        self._extent.tail_tokens = self._state.rows + 1
+        self._extent.tail_tokens = rows + 1
 
     def advance(self) -> None:
         """Count the appended token; with recompress, pack the oldest ones when they are due.
@@ -239,12 +242,16 @@ class ZoneStore(Movable):
         if rows <= self._state.layers[0].capacity:
             return
         self._moved = True
+        large = self._memory.expect(rows)
         # One after the other, so that no two are there twice; the first last, which is asked above.
         for layer in reversed(range(self.geometry.num_layers)):
             layers = list(self._state.layers)
             layers[layer] = self._memory.with_room(layers[layer], rows, self._state.rows)
             self._state = replace(self._state, layers=tuple(layers))
+            if large:
+                self.ops.release()
         self._recover()
+        self.ops.release()
 
     def _point_all(self) -> None:
         for layer, zones in enumerate(self._state.layers):

@@ -59,6 +59,8 @@ class EmulatedDevice:
     def address(self, array: np.ndarray) -> int:
         return array.ctypes.data
 
+    def release(self) -> None: ...
+
     def reset_peak(self) -> bool:
         return True
 

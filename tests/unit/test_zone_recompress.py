@@ -7,13 +7,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvrt.errors import UnsupportedError
+from kvrt.backends import get_ops
+from kvrt.errors import CodecError, UnsupportedError
 from kvrt.generate import Model, load
 from kvrt.kvstore import KVSpec, load_store, save_store
 from kvrt.trizone import memory, moving, packing, state, store
+from kvrt.trizone.compress import Queries
+from kvrt.trizone.store import ZoneStore
 from tests.helpers.interrupts import interrupt_at
+from tests.helpers.stores import on_device
 from tests.helpers.tiny_model import write_tiny_model
-from tests.helpers.zone_stores import contents, held_by, read_heads
+from tests.helpers.zone_stores import (
+    HEADS,
+    Prompt,
+    contents,
+    held_by,
+    new_store,
+    prefill,
+    random_prompt,
+    read_heads,
+)
 
 IDS = np.random.default_rng(3).integers(0, 320, 400).tolist()
 SPEC = "rdkv:64,recompress=110"
@@ -108,3 +121,28 @@ def test_a_step_that_packs_is_interrupted(model: Model) -> None:
             model.decoder.decode(token, kept)
         assert len(kept) == 180 and kept.parts().rows < 110
     assert 20 < line < 2998
+
+
+def test_appended_tokens_are_weighed_by_their_own_queries() -> None:
+    """As they are where each is a prompt of its own; without queries they are refused."""
+    extended, appended = (new_store(get_ops("cpu", 1), SPEC, query_heads=HEADS) for _ in range(2))
+    tokens = random_prompt(90, seed=1)
+    for kept in (extended, appended):
+        prefill(kept, random_prompt(150))
+    for i in range(90):
+        with extended.extending(1):
+            for layer in range(2):
+                extended.extend(layer, *row(extended, tokens, layer, i))
+        for layer in range(2):
+            appended.append(layer, *row(appended, tokens, layer, i))
+        appended.advance()
+    assert len(appended.parts().layers[0].segments) == 2
+    assert contents(appended) == contents(extended)
+    with pytest.raises(CodecError, match="weighs tokens by queries"):
+        appended.append(0, *row(appended, tokens, 0, 0)[:2])
+
+
+def row(store: ZoneStore, tokens: Prompt, layer: int, i: int) -> tuple[Any, Any, Queries]:
+    """What a layer is given of token i."""
+    k, v, q = (on_device(store, side[layer, i : i + 1]) for side in tokens)
+    return k, v, lambda rows: q[rows]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvrt.backends.cpu import CpuOps
-from kvrt.errors import CodecError, KernelError, UnsupportedError
+from kvrt.errors import CodecError, KernelError
 from kvrt.trizone import layout
 from tests.helpers.compare import assert_close
 from tests.helpers.tolerances import EXACT, tolerance
@@ -300,14 +300,6 @@ def test_bytes_of_a_block_by_hand() -> None:
     assert layout.block_bytes(tokens, channels, 16).tolist() == [96]
     nothing = np.zeros((0, 4), np.int64)
     assert layout.block_bytes(nothing, nothing, 128).shape == (0,)
-
-
-def test_a_head_dim_that_blocks_do_not_hold_is_refused() -> None:
-    for dim in DIMS:
-        layout.check_head_dim(dim)
-    for dim in (0, 8, 72, 272):
-        with pytest.raises(UnsupportedError, match=f"got {dim}"):
-            layout.check_head_dim(dim)
 
 
 def test_counts_that_no_block_has_are_refused() -> None:
