@@ -131,7 +131,7 @@ def _about_budgets(context: int) -> list[str]:
         f"Formats with a budget compress a prompt at its end: bits are those of {context:,} tokens "
         "in one,",
         "forgotten tokens counted too; a budget in tokens is fixed, a share grows with the prompt.",
-        "What is generated after it stays in 16 bits.",
+        "What is generated after it stays in 16 bits, but for what recompress=N packs.",
     ]
 
 

@@ -120,8 +120,8 @@ def _page_store(model: Model, spec: KVSpec) -> KVStore:
     store = model.new_store(spec)
     if isinstance(store, ZoneStore):
         raise UsageError(
-            f"attention errors compare keys token by token, and cache format {spec} forgets some; "
-            "`kvrt eval kld --prompt N` measures it"
+            f"attention errors compare keys token by token, and cache format {store.compression} "
+            "forgets some; `kvrt eval kld --prompt N` measures it"
         )
     return store
 

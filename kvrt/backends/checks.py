@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from ..errors import KernelError
 from .ops import PAGE_TOKENS, Array, Linear
 from .view import Extent, PageView, Token
@@ -12,6 +14,14 @@ from .view import Extent, PageView, Token
 def check_rmsnorm(x: Array, weight: Array, out: Array) -> None:
     if weight.shape != (x.shape[-1],) or out.shape != x.shape:
         raise KernelError(f"rmsnorm: x {x.shape}, weight {weight.shape}, out {out.shape}")
+
+
+def check_writeable(what: str, rows: np.ndarray) -> None:
+    """For what works in place: memory may be a file's, which nothing can be written to."""
+    if not rows.flags.writeable:
+        raise KernelError(
+            f"{what}: rows {rows.shape} are read-only, and change in place: copy them"
+        )
 
 
 def check_rope(x: Array, cos: Array, sin: Array) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from . import cpu_attn, cpu_store
 from . import view as place
-from .checks import check_attend, check_enter, token_of
+from .checks import check_attend, check_enter, check_writeable, token_of
 from .cpu_math import KINDS
 from .native import Kernels
 from .ops import PAGE_TOKENS, Norm
@@ -136,6 +136,7 @@ class CacheOps:
         bias_turns: Tensor | None = None,
         hadamard: int = 0,
     ) -> None:
+        check_writeable("change_basis", rows)
         n, heads, dim = rows.shape
         addresses = [0 if part is None else address_of(part) for part in (turns, bias, bias_turns)]
         self.kernels.change_basis(
@@ -155,6 +156,7 @@ class CacheOps:
         )
 
     def round_rows(self, rows: Tensor, dtype: np.dtype) -> None:
+        check_writeable("round_rows", rows)
         width = rows[0].size
         self.kernels.round_rows(len(rows), FEW_ROWS, address_of(rows), width, KINDS[dtype])
 

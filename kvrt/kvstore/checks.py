@@ -22,6 +22,24 @@ def check_rows(geometry: Geometry, k: Any, v: Any, tokens: int) -> None:
             raise CodecError(f"{name} is a strided view, expected a contiguous array: copy it")
 
 
+def check_queries(geometry: Geometry, q: Any, rows: int, heads: int | None) -> None:
+    """q is a contiguous array (rows, heads, head_dim) f32, of as many heads for each KV head.
+
+    `heads` None: how many there are is not known.
+    """
+    shape: tuple[int, ...] = getattr(q, "shape", ())
+    dtype = getattr(q, "dtype", None)
+    kv_heads, dim = geometry.num_kv_heads, geometry.head_dim
+    fits = len(shape) == 3 and (shape[0], shape[2], dtype) == (rows, dim, np.float32)
+    counts = range(kv_heads, 1 << 31, kv_heads) if heads is None else (heads,)
+    if not fits or shape[1] not in counts:
+        many = f"a multiple of {kv_heads}" if heads is None else f"{heads}"
+        what = type(q).__name__ if dtype is None else f"{shape} {dtype}"
+        raise CodecError(f"got queries {what}, expected ({rows}, {many}, {dim}) float32")
+    if not q.flags.c_contiguous:
+        raise CodecError("queries are a strided view, expected a contiguous array: copy it")
+
+
 def check_finite(layer: int, k: np.ndarray, v: np.ndarray) -> None:
     """No key or value is an infinity or NaN."""
     for name, rows in (("keys", k), ("values", v)):

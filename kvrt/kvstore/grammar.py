@@ -180,8 +180,8 @@ def read_spec(
     where = f"cache format {quoted(text)}"
     base, *overrides = re.split(r",(?=\s*layers\s*\[)", text)
     named = base.partition(",")[0].partition(":")[0].strip() in policies
-    counts = (*_COUNTS, "recompress") if named else _COUNTS
-    fields = dict(_pairs(base, where, counts, inner))
+    counts: tuple[str, ...] = (*_COUNTS, "recompress") if named else _COUNTS
+    fields = dict(_pairs(base, where, counts, inner, named))
     presets = tuple(presets)
     preset = fields.pop("", None)
     if preset is not None and preset not in presets and not named:
@@ -200,8 +200,13 @@ def read_spec(
     )
 
 
-def _pairs(base: str, where: str, counts: Sequence[str], inner: bool) -> Iterator[tuple[str, str]]:
-    """The `key=value` parts; a first part without `=` comes with an empty key."""
+def _pairs(
+    base: str, where: str, counts: Sequence[str], inner: bool, named: bool
+) -> Iterator[tuple[str, str]]:
+    """The `key=value` parts; a first part without `=` comes with an empty key.
+
+    `named`: it is a policy, which has neither sides nor layers of their own.
+    """
     seen: set[str] = set()
     for place, part in enumerate(base.split(",")):
         key, sign, value = (piece.strip() for piece in part.partition("="))
@@ -217,10 +222,11 @@ def _pairs(base: str, where: str, counts: Sequence[str], inner: bool) -> Iterato
         if key in ("k", "v", *counts) and not sign:
             raise UsageError(f"{where}: {key} has no value, expected {key}=...")
         if key not in ("k", "v", *counts):
+            known = counts if named else ("k", "v", *counts, "layers[A-B]")
             raise UsageError(
                 f"{where}: unknown key {quoted(key, 24)}"
-                f"{did_you_mean(key, (*counts, 'layers'))}"
-                f" (expected k=, v=, {'=, '.join(counts)}= or layers[A-B]=)"
+                f"{did_you_mean(key, counts if named else (*counts, 'layers'))}"
+                f" (expected {'=, '.join(known[:-1])}= or {known[-1]}=)"
             )
         if key in seen:
             raise UsageError(f"{where}: {key} is given twice")
@@ -232,6 +238,7 @@ def _hint(name: str, presets: Sequence[str], policies: Sequence[str]) -> str:
     if name.partition(":")[0].strip() in CODEC_NAMES:
         return f": this is one side, expected k={quoted(name, 24)[1:-1]},v=SIDE"
     near = did_you_mean(name, (*presets, *policies))
+    near = near or did_you_mean(name.partition(":")[0], policies)
     budgets = "".join(f" {policy}:BUDGET," for policy in policies)
     return (
         f"{near} (expected one of {', '.join(presets)},{budgets} "

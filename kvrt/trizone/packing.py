@@ -10,6 +10,7 @@ import numpy as np
 
 from ..backends.view import QUERY_ROWS
 from ..errors import CodecError
+from ..kvstore.checks import check_queries
 from ..kvstore.compression import EXACT_BYTES, Compression
 from ..kvstore.spec import KVSpec
 from .compress import Queries, compress
@@ -25,6 +26,7 @@ class Packing(Readable):
 
     spec: KVSpec
     compression: Compression
+    query_heads: int | None
     _moved: bool
 
     @abstractmethod
@@ -42,7 +44,8 @@ class Packing(Readable):
     def compress(self, layer: int, k: Any, v: Any, queries: Queries) -> None:
         """Like `extend`; then pack what the budget does not keep exact.
 
-        v may change by the rounding of a transform there and back.
+        v may change by the rounding of a transform there and back. Raises CodecError as `extend`,
+        and for queries that do not fit.
         """
         self._check_new(layer, k, v)
         rows = self._state.rows
@@ -62,7 +65,7 @@ class Packing(Readable):
         left = budget - EXACT_BYTES * self.geometry.head_dim * exact
         segment = compress(
             self.ops, self.compression, left, keys, values, slice(sink, total - window),
-            queries, len(k),
+            self._checked(queries), len(k),
         )  # fmt: skip
         zones = self._with_segment(self._state.layers[layer], segment)
         kept = self._memory.exact(exact)
@@ -97,9 +100,21 @@ class Packing(Readable):
         if queries is None:
             raise CodecError(f"cache format {self.spec} weighs tokens by queries: give them")
         count = min(new, QUERY_ROWS)
-        newest = queries(slice(new - count, new))
+        newest = self._checked(queries)(slice(new - count, new))
         for i in range(count):
             kept[(rows - count + i) % QUERY_ROWS] = newest[i]
+
+    def _checked(self, queries: Queries) -> Queries:
+        """Queries that raise CodecError where they are not what was asked for."""
+        if not callable(queries):
+            raise CodecError(f"queries must be a function of a slice, got {type(queries).__name__}")
+
+        def checked(rows: slice) -> Any:
+            found = queries(rows)
+            check_queries(self.geometry, found, rows.stop - rows.start, self.query_heads)
+            return found
+
+        return checked
 
     def until_packing(self) -> int | None:
         """Tokens with which some will be packed, if added one by one; None if never."""

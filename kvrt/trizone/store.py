@@ -54,7 +54,8 @@ class ZoneStore(Movable):
 
         `rotary` is what keys were turned by, which a saved file names; `query_heads` is needed with
         recompress, which weighs tokens by the newest queries; `debug` refuses keys and values that
-        are not finite. Raises UnsupportedError where the format does not fit the geometry.
+        are not finite. Raises UnsupportedError where the format does not fit the geometry,
+        CodecError for counts that are none.
         """
         check_count(max_tokens)
         if max_tokens < 1:
@@ -67,6 +68,13 @@ class ZoneStore(Movable):
             raise CodecError(
                 f"cache format {spec} keeps queries: say how many query heads there are"
             )
+        if query_heads is not None:
+            check_count(query_heads)
+            if query_heads < 1 or query_heads % geometry.num_kv_heads:
+                raise CodecError(
+                    f"query_heads must be a multiple of {geometry.num_kv_heads}, the KV heads, "
+                    f"got {query_heads}"
+                )
         self.geometry = geometry
         self.spec = spec
         self.ops = ops

@@ -274,7 +274,11 @@ def test_what_a_budget_costs_is_fixed_or_a_share(kv: str) -> None:
     geometry, spec = Geometry(3, 2, 64), KVSpec.parse(kv)
     for tokens in (10_000, 1 << 20):
         most = fixed_bytes(geometry, spec) + bytes_per_token(geometry, spec) * tokens
-        assert estimate(geometry, spec, tokens) == pytest.approx(most, abs=64 * 4 * 64 * 6)
+        found = estimate(geometry, spec, tokens)
+        if kv == "snapkv:100%":  # all of it stays exact, where there is room for some more
+            assert most <= found <= 1.125 * most
+        else:
+            assert found == pytest.approx(most, abs=64 * 4 * 64 * 6)
     assert bits_per_element(geometry, spec, 20) == 16.0
     if kv == "rdkv:100":
         assert bytes_per_token(geometry, spec) == 0.0

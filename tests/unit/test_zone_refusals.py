@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvrt.backends.cpu import CpuOps
-from kvrt.errors import CodecError, ContextFullError, UnsupportedError
+from kvrt.errors import CodecError, ContextFullError, KernelError, UnsupportedError
 from kvrt.kvstore import Geometry, KVSpec, estimate
 from kvrt.trizone.store import ZoneStore
 from tests.helpers.stores import append, attend, extend, on_device, queries, random_tokens
@@ -111,6 +111,51 @@ def test_tokens_of_another_shape_are_refused(ops: CpuOps, shape: tuple[int, ...]
     with pytest.raises(CodecError, match="for a store that expects"):
         store.read(0, right, right)
     assert contents(store) == before
+
+
+@pytest.mark.parametrize("spec", ["rdkv:48", "rdkv:48,recompress=400", "rdkv:300,recompress=400"])
+@pytest.mark.parametrize(
+    ("queries", "refused"),
+    [
+        (lambda rows: PROMPT.queries[0][rows][1:].copy(), r"got queries \(31, 4, 16\) float32"),
+        (lambda rows: PROMPT.queries[0][rows].astype("f8"), r"\(32, 4, 16\) float64, expected"),
+        (lambda rows: PROMPT.queries[0][rows, :3].copy(), r"got queries \(32, 3, 16\)"),
+        (lambda rows: PROMPT.queries[0][rows, :, :8].copy(), r"16\) float32"),
+        (lambda rows: PROMPT.queries[0][rows][:, ::-1], "queries are a strided view"),
+        (lambda rows: None, "got queries NoneType"),
+        (PROMPT.queries[0], "must be a function of a slice, got ndarray"),
+    ],
+)
+def test_queries_that_do_not_fit_are_refused(
+    ops: CpuOps, spec: str, queries: Any, refused: str
+) -> None:
+    store = new_store(ops, spec, query_heads=4)
+    keys, values = (on_device(store, side[0]).copy() for side in PROMPT.tokens)
+    before = contents(store)
+    with pytest.raises(CodecError, match=refused):
+        with store.extending(300):
+            store.compress(0, keys, values, queries)
+    assert contents(store) == before
+
+
+@pytest.mark.parametrize("heads", [0, -2, 3, 4.0, "4", True])
+def test_a_wrong_number_of_query_heads_is_refused(ops: CpuOps, heads: Any) -> None:
+    with pytest.raises(CodecError, match=r"multiple of 2, the KV heads|must be a whole number"):
+        new_store(ops, "rdkv:48,recompress=200", query_heads=heads)
+
+
+def test_values_that_cannot_be_written_are_refused(ops: CpuOps) -> None:
+    """They change by rounding: of a file that is mapped, which would end the process."""
+    store = new_store(ops)
+    keys, values = (on_device(store, side[0]).copy() for side in PROMPT.tokens)
+    values.flags.writeable = False
+    before = contents(store)
+    with pytest.raises(KernelError, match=r"change_basis: rows .* are read-only"):
+        with store.extending(300):
+            store.compress(0, keys, values, lambda rows: PROMPT.queries[0][rows].copy())
+    assert contents(store) == before and np.array_equal(values, PROMPT.values[0])
+    with pytest.raises(KernelError, match=r"round_rows: rows .* are read-only"):
+        store.ops.round_rows(values, np.dtype(np.float16))
 
 
 def test_a_full_store_refuses_before_any_change(ops: CpuOps) -> None:
