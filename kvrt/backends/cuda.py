@@ -77,8 +77,16 @@ class CudaOps(AllocateKernels, ZoneKernels):
         size, key = int(np.prod(shape)), (use, np.dtype(dtype))
         held = self._buffers.get(key)
         if held is None or held.size < size:
+            most = size
+            if held is not None and held.nbytes > _KEPT_BYTES:
+                # A prompt's keys and values grow chunk by chunk. What is freed is too small for the
+                # next, and the allocator would keep the sum of all.
+                most = max(size, held.size + held.size // 4)
+                held = None
+                del self._buffers[key]
+                self.device.release()
             # Zeros: what counts arrivals begins with none.
-            held = self._buffers[key] = self.device.zeros((size,), dtype)
+            held = self._buffers[key] = self.device.zeros((most,), dtype)
         return held[:size].reshape(shape)
 
     def matrix(self, array: np.ndarray | RandomMatrix) -> Matrix:

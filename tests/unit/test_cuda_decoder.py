@@ -93,3 +93,22 @@ def test_large_scratch_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
     decoder.prefill(list(range(200)), store)
     assert max(sizes) > 20_000
     assert all(held.nbytes <= 20_000 for held in ops._buffers.values())
+
+
+def test_scratch_that_grows_is_given_back_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocator keeps what it freed: too small for the next, which is larger each time."""
+    ops = emulated_ops()
+    held: list[int] = []
+
+    def release() -> None:
+        held.append(sum(array.nbytes for array in ops._buffers.values()))
+
+    monkeypatch.setattr(ops.device, "release", release, raising=False)
+    small = ops._scratch("rows", (1000,), np.float32)
+    assert ops._scratch("rows", (2000,), np.float32).size == 2000 and small.size == 1000
+    sizes = []
+    for step in range(1, 17):
+        ops._scratch("rows", (step << 20,), np.float32)
+        sizes.append(sum(array.nbytes for array in ops._buffers.values()))
+    assert held and not any(held)  # nothing was held whenever something was given back
+    assert len(held) < 12 and 1 << 26 <= sizes[-1] <= 1.25 * (1 << 26)
