@@ -91,10 +91,13 @@ class Measured:
 
     def heading(self) -> str:
         facts = self.facts
+        shown = (self.attends, self.projections, self.decodes, self.prefills, self.scans)
+        commits = sorted({row["commit"] for rows in shown for row in rows.values()})
+        several = "commits" if len(commits) > 1 else "commit"
         return (
             f"## On a GPU\n\n{facts['device']}, driver {facts['driver']}, memory read at "
-            f"{facts['device_read_GBps']:,.0f} GB/s (commit {facts['commit']}). Weights and caches "
-            "are random numbers: `python tools/bench_kernels.py` and `kvrt bench` repeat it, "
+            f"{facts['device_read_GBps']:,.0f} GB/s ({several} {', '.join(commits)}). Weights "
+            "and caches are random numbers: `python tools/bench_kernels.py` and `kvrt bench` repeat it, "
             "`tools/results/` has all rows."
         )
 
