@@ -97,8 +97,8 @@ class Measured:
         return (
             f"## On a GPU\n\n{facts['device']}, driver {facts['driver']}, memory read at "
             f"{facts['device_read_GBps']:,.0f} GB/s ({several} {', '.join(commits)}). Weights "
-            "and caches are random numbers: `python tools/bench_kernels.py` and `kvrt bench` repeat it, "
-            "`tools/results/` has all rows."
+            "and caches are random numbers: `python tools/bench_kernels.py` and `kvrt bench` "
+            "repeat it, `tools/results/` has all rows."
         )
 
     def attention(self, goals: Row) -> str:
