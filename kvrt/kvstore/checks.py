@@ -1,4 +1,7 @@
-"""What a caller may hand to a store, and in which order. All raise CodecError."""
+"""What a caller may hand to a store, and in which order.
+
+All raise CodecError, but `check_fits`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CodecError
+from ..errors import CodecError, ContextFullError
 from .layout import Geometry
 
 
@@ -57,6 +60,36 @@ def check_count(tokens: Any) -> None:
     """A number of tokens is a whole number."""
     if isinstance(tokens, bool) or not isinstance(tokens, (int, np.integer)):
         raise CodecError(f"a number of tokens must be a whole number, got {tokens!r}")
+
+
+def check_limit(max_tokens: Any) -> None:
+    """A store may hold so many tokens."""
+    check_count(max_tokens)
+    if max_tokens < 1:
+        raise CodecError(f"a store must hold at least one token, got max_tokens={max_tokens}")
+
+
+def check_added(tokens: Any) -> None:
+    """So many tokens can be added."""
+    check_count(tokens)
+    if tokens < 0:
+        raise CodecError(f"cannot add {tokens} tokens")
+
+
+def check_kept(tokens: Any, cached: int) -> None:
+    """A store that holds `cached` tokens can be cut to so many."""
+    check_count(tokens)
+    if not 0 <= tokens <= cached:
+        raise CodecError(f"cannot truncate to {tokens} tokens, the store holds {cached}")
+
+
+def check_fits(cached: int, tokens: int, limit: int) -> None:
+    """Raise ContextFullError unless so many more tokens fit."""
+    if cached + tokens > limit:
+        raise ContextFullError(
+            f"context full: {cached} tokens cached and {tokens} more asked for, "
+            f"the limit is {limit}"
+        )
 
 
 def check_complete(geometry: Geometry, done: set[int], call: str) -> None:

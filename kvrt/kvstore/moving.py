@@ -8,7 +8,7 @@ from typing import Any
 
 from ..backends.ops import PAGE_TOKENS
 from ..errors import CodecError, UnsupportedError
-from .checks import check_count
+from .checks import check_count, check_kept
 from .layers import Layers
 from .reading import Readable
 from .state import State
@@ -40,9 +40,7 @@ class Movable(Readable):
         rounding of the format. Raises CodecError where the store does not hold so many.
         """
         self._recover()
-        check_count(tokens)
-        if not 0 <= tokens <= len(self):
-            raise CodecError(f"cannot truncate to {tokens} tokens, the store holds {len(self)}")
+        check_kept(tokens, len(self))
         pages, old_pages = (sealed_pages(self.spec, n) for n in (tokens, len(self)))
         if pages < old_pages:
             self._set_extent(len(self))

@@ -18,9 +18,17 @@ import numpy as np
 
 from ..backends.ops import PAGE_TOKENS, Ops
 from ..backends.view import Extent, PageView, Token
-from ..errors import CodecError, ContextFullError
+from ..errors import CodecError
 from .basis import Basis
-from .checks import check_complete, check_count, check_finite, check_layer, check_rows
+from .checks import (
+    check_added,
+    check_complete,
+    check_finite,
+    check_fits,
+    check_layer,
+    check_limit,
+    check_rows,
+)
 from .layers import Layers
 from .layout import Geometry
 from .rotary import Rotary
@@ -71,9 +79,7 @@ class KVStore(Savable):
         `debug` refuses keys and values that are not finite. Raises UnsupportedError where the
         format does not fit the geometry, CodecError where something that it needs is missing.
         """
-        check_count(max_tokens)
-        if max_tokens < 1:
-            raise CodecError(f"a store must hold at least one token, got max_tokens={max_tokens}")
+        check_limit(max_tokens)
         spec.check(geometry)
         if spec.compression is not None:
             raise CodecError(f"cache format {spec} keeps no pages: use a ZoneStore")
@@ -111,11 +117,7 @@ class KVStore(Savable):
     def check_room(self, tokens: int) -> None:
         """Raise ContextFullError unless so many more tokens fit."""
         self._recover()
-        if len(self) + tokens > self.max_tokens:
-            raise ContextFullError(
-                f"context full: {len(self)} tokens cached and {tokens} more asked for, "
-                f"the limit is {self.max_tokens}"
-            )
+        check_fits(len(self), tokens, self.max_tokens)
 
     # One token, step by step
 
@@ -179,9 +181,7 @@ class KVStore(Savable):
         layer was left out, which raises CodecError. Raises ContextFullError before any work where
         they do not fit.
         """
-        check_count(tokens)
-        if tokens < 0:
-            raise CodecError(f"cannot add {tokens} tokens")
+        check_added(tokens)
         self.check_room(tokens)
         old = len(self)
         try:

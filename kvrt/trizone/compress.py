@@ -31,7 +31,7 @@ from .segment import Segment, lay_out
 Queries = Callable[[slice], Any]
 """Gives the queries (rows, num_heads, head_dim) f32, after RoPE, of a slice of the new tokens."""
 
-QUERY_ROWS = 256
+AT_ONCE = 256
 """Queries whose attention is summed up at a time."""
 
 ENERGY_QUERIES = 32
@@ -78,13 +78,13 @@ def compress(
 def _received(ops: Ops, asked: int, keys: Any, queries: Queries, new: int) -> tuple[Any, Any]:
     """The attention that each token gets from the last `asked` queries, (kv_heads, total) f32.
 
-    And the last of these queries: QUERY_ROWS of them, or all.
+    And the last of these queries: AT_ONCE of them, or all.
     """
     total, heads, dim = keys.shape
     received, last = ops.xp.zeros((heads, total), np.float32), None
     scale = 1.0 / math.sqrt(dim)
-    for stop in range(new - (asked - 1) // QUERY_ROWS * QUERY_ROWS, new + 1, QUERY_ROWS):
-        last = queries(slice(max(stop - QUERY_ROWS, new - asked), stop))
+    for stop in range(new - (asked - 1) // AT_ONCE * AT_ONCE, new + 1, AT_ONCE):
+        last = queries(slice(max(stop - AT_ONCE, new - asked), stop))
         seen = total - new + stop
         if seen == total:
             ops.attention_received(last, keys, scale, received)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CodecError, UnsupportedError
-from ..kvstore.checks import check_count
+from ..errors import UnsupportedError
+from ..kvstore.checks import check_kept
 from ..tensor_file import Tensor, TensorFile
 from .packing import Packing
 from .saving import restored_state, saved_state
@@ -38,9 +38,7 @@ class Movable(Packing):
         store does not hold so many.
         """
         self._recover()
-        check_count(tokens)
-        if not 0 <= tokens <= len(self):
-            raise CodecError(f"cannot truncate to {tokens} tokens, the store holds {len(self)}")
+        check_kept(tokens, len(self))
         state = self._state
         if 0 < tokens < state.frozen:
             raise UnsupportedError(

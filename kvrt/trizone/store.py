@@ -20,8 +20,17 @@ import numpy as np
 
 from ..backends.ops import Ops
 from ..backends.view import FORWARDS, Extent, PageView, Token
-from ..errors import CodecError, ContextFullError
-from ..kvstore.checks import check_complete, check_count, check_finite, check_layer, check_rows
+from ..errors import CodecError
+from ..kvstore.checks import (
+    check_added,
+    check_complete,
+    check_count,
+    check_finite,
+    check_fits,
+    check_layer,
+    check_limit,
+    check_rows,
+)
 from ..kvstore.layout import Geometry
 from ..kvstore.rotary import Rotary
 from ..kvstore.spec import KVSpec
@@ -57,9 +66,7 @@ class ZoneStore(Movable):
         are not finite. Raises UnsupportedError where the format does not fit the geometry,
         CodecError for counts that are none.
         """
-        check_count(max_tokens)
-        if max_tokens < 1:
-            raise CodecError(f"a store must hold at least one token, got max_tokens={max_tokens}")
+        check_limit(max_tokens)
         spec.check(geometry)
         if spec.compression is None:
             raise CodecError(f"cache format {spec} does not compress prompts: use a KVStore")
@@ -106,11 +113,7 @@ class ZoneStore(Movable):
     def check_room(self, tokens: int) -> None:
         """Raise ContextFullError unless so many more tokens fit."""
         self._recover()
-        if len(self) + tokens > self.max_tokens:
-            raise ContextFullError(
-                f"context full: {len(self)} tokens cached and {tokens} more asked for, "
-                f"the limit is {self.max_tokens}"
-            )
+        check_fits(len(self), tokens, self.max_tokens)
 
     # One token, step by step
 
@@ -174,9 +177,7 @@ class ZoneStore(Movable):
         layer was left out, which raises CodecError. Raises ContextFullError before any work where
         they do not fit.
         """
-        check_count(tokens)
-        if tokens < 0:
-            raise CodecError(f"cannot add {tokens} tokens")
+        check_added(tokens)
         self.check_room(tokens)
         try:
             self._extending = tokens

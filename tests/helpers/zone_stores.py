@@ -17,7 +17,7 @@ from kvrt.trizone.store import ZoneStore
 
 from .codecs import rotary_for
 from .refs import hadamard_matrix
-from .stores import Tokens, digest, on_device
+from .stores import Tokens, append, digest, on_device, random_tokens
 
 GEOMETRY = Geometry(num_layers=2, num_kv_heads=2, head_dim=16)
 HEADS = 4
@@ -213,3 +213,24 @@ def contents(store: ZoneStore) -> dict[str, str]:
         "counts": repr((state.length, state.frozen, state.rows, store.view(0).extent.tail_tokens)),
         "widths": repr([store.widths(layer) for layer in range(len(state.layers))]),
     }
+
+
+PROMPT = random_prompt(300)
+MORE = random_prompt(400, seed=5)
+OTHERS = random_tokens(400, GEOMETRY, seed=6)
+
+
+def filled(ops: Ops, spec: str = SPECS[0], steps: int = 0, **extras: Any) -> ZoneStore:
+    """A store of PROMPT, and some exact tokens."""
+    store = new_store(ops, spec, **extras)
+    prefill(store, PROMPT)
+    append(store, OTHERS.part(0, steps))
+    return store
+
+
+def same(got: list[Head], want: list[Head]) -> bool:
+    return all(
+        np.array_equal(a, b)
+        for one, other in zip(got, want, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )

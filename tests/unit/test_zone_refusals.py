@@ -10,39 +10,23 @@ from kvrt.backends.cpu import CpuOps
 from kvrt.errors import CodecError, ContextFullError, KernelError, UnsupportedError
 from kvrt.kvstore import Geometry, KVSpec, estimate
 from kvrt.trizone.store import ZoneStore
-from tests.helpers.stores import append, attend, extend, on_device, queries, random_tokens
+from tests.helpers.stores import append, attend, extend, on_device, queries
 from tests.helpers.zone_stores import (
     GEOMETRY,
+    MORE,
+    OTHERS,
+    PROMPT,
     SPECS,
-    Head,
     Prompt,
     compress_layer,
     contents,
+    filled,
     new_store,
     prefill,
     random_prompt,
     read_heads,
+    same,
 )
-
-PROMPT = random_prompt(300)
-MORE = random_prompt(400, seed=5)
-OTHERS = random_tokens(400, GEOMETRY, seed=6)
-
-
-def filled(ops: CpuOps, spec: str = SPECS[0], steps: int = 0, **extras: Any) -> ZoneStore:
-    """A prompt of 300 tokens, and some exact tokens."""
-    store = new_store(ops, spec, **extras)
-    prefill(store, PROMPT)
-    append(store, OTHERS.part(0, steps))
-    return store
-
-
-def same(got: list[Head], want: list[Head]) -> bool:
-    return all(
-        np.array_equal(a, b)
-        for one, other in zip(got, want, strict=True)
-        for a, b in zip(one, other, strict=True)
-    )
 
 
 def test_calls_in_the_wrong_order(ops: CpuOps) -> None:

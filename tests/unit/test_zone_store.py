@@ -1,52 +1,32 @@
 """ZoneStore: exact tokens, a prompt that is compressed once, and everything that may come after."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from kvrt.backends.cpu import CpuOps
 from kvrt.errors import CodecError, UnsupportedError
 from kvrt.kvstore import KVSpec, estimate
-from kvrt.trizone.store import ZoneStore
 from tests.helpers.compare import assert_close
 from tests.helpers.refs import hadamard_matrix
-from tests.helpers.stores import append, attend, extend, queries, random_tokens
+from tests.helpers.stores import append, attend, extend, queries
 from tests.helpers.tolerances import tolerance
 from tests.helpers.zone_stores import (
     GEOMETRY,
+    MORE,
+    OTHERS,
+    PROMPT,
     SPECS,
-    Head,
     Prompt,
     contents,
+    filled,
     held_by,
     kept_values,
     new_store,
     prefill,
     random_prompt,
     read_heads,
+    same,
 )
-
-PROMPT = random_prompt(300)
-MORE = random_prompt(400, seed=5)
-OTHERS = random_tokens(400, GEOMETRY, seed=6)
-
-
-def filled(ops: CpuOps, spec: str = SPECS[0], steps: int = 0, **extras: Any) -> ZoneStore:
-    """A prompt of 300 tokens, and some exact tokens."""
-    store = new_store(ops, spec, **extras)
-    prefill(store, PROMPT)
-    append(store, OTHERS.part(0, steps))
-    return store
-
-
-def same(got: list[Head], want: list[Head]) -> bool:
-    return all(
-        np.array_equal(a, b)
-        for one, other in zip(got, want, strict=True)
-        for a, b in zip(one, other, strict=True)
-    )
-
 
 # What is not compressed
 
