@@ -344,19 +344,18 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
   if (threadIdx.x == 0) ticket = my_ticket;
   __syncthreads();
   const bool last = ticket == active - 1;
-  float* all_sums = reinterpret_cast<float*>(partials) + i64(blockIdx.y) * gridDim.x * 8 * HEAD_DIM;
-  float* all_stats = reinterpret_cast<float*>(partials) +
-                     (i64(gridDim.y) * 8 * HEAD_DIM + i64(blockIdx.y) * 16) * gridDim.x;
+  float* all_sums = reinterpret_cast<float*>(partials);
+  float2* all_stats = reinterpret_cast<float2*>(all_sums + i64(gridDim.y) * gridDim.x * 8 * HEAD_DIM);
   for (int h = warp; h < heads; h += WARPS) {
     HeadState mine;
     merge_warps(mine, reinterpret_cast<const float*>(rings), STAGES * STAGE_BYTES / 4, h);
-    if (last) {
-      HeadState merged;
-      receive(merged, mine, blockIdx.x, all_sums + h * HEAD_DIM, all_stats + 2 * h, active);
-      finish(merged, reinterpret_cast<float*>(out) + (first_head + h) * HEAD_DIM);
-    } else {
-      send(mine, all_sums + (blockIdx.x * 8 + h) * HEAD_DIM, all_stats + (blockIdx.x * 8 + h) * 2);
-    }
+    const i64 first = i64(blockIdx.y) * gridDim.x * 8;
+    const Handed handed{all_sums + first * HEAD_DIM + h * HEAD_DIM, all_stats + first + h};
+    send(mine, handed, blockIdx.x);
+    if (!last) continue;
+    HeadState merged;
+    receive<16 / PARTS>(merged, handed, active);
+    finish(merged, reinterpret_cast<float*>(out) + (first_head + h) * HEAD_DIM);
   }
   if (last && threadIdx.x == 0) arrivals[blockIdx.y] = 0;
 }

@@ -4,7 +4,7 @@
 
 static constexpr float NOTHING = -1e30f;
 
-// The state of one query head, over a warp: sums[i] are the channels 4 (lane + 32 i) ... + 3.
+// The float4s of a head, and how many of them a lane has where a warp has it whole.
 static constexpr int QUARTERS = HEAD_DIM / 4, PARTS = (QUARTERS + WARP - 1) / WARP;
 
 KVRT_INLINE float warp_maximum(float x) {
@@ -18,9 +18,27 @@ KVRT_INLINE float warp_sum(float x) {
   return x;
 }
 
-struct HeadState {
+KVRT_INLINE void scale_by(float2& x, float factor) { x = {x.x * factor, x.y * factor}; }
+KVRT_INLINE void scale_by(float4& x, float factor) {
+  x = {x.x * factor, x.y * factor, x.z * factor, x.w * factor};
+}
+KVRT_INLINE void add_to(float2& x, const float2& other, float weight) {
+  x.x += weight * other.x;
+  x.y += weight * other.y;
+}
+KVRT_INLINE void add_to(float4& x, const float4& other, float weight) {
+  x.x += weight * other.x;
+  x.y += weight * other.y;
+  x.z += weight * other.z;
+  x.w += weight * other.w;
+}
+
+// The softmax of one query head, and of its weighted sums those of the Vectors (float2 or float4) lane + 32 i behind
+// some first one.
+template <typename Vector, int COUNT>
+struct StateOf {
   float peak = NOTHING, total = 0;
-  float4 sums[PARTS] = {};
+  Vector sums[COUNT] = {};
 
   // Make room for the states that the lanes know maximum and total of: (NOTHING, 0) for none. Returns the weight of
   // the lane's.
@@ -30,21 +48,13 @@ struct HeadState {
     peak = top;
     total = total * shrink + warp_sum(weight * other_total);
 #pragma unroll
-    for (int i = 0; i < PARTS; ++i) {
-      sums[i].x *= shrink;
-      sums[i].y *= shrink;
-      sums[i].z *= shrink;
-      sums[i].w *= shrink;
-    }
+    for (int i = 0; i < COUNT; ++i) scale_by(sums[i], shrink);
     return weight;
   }
-  KVRT_INLINE void add(int i, const float4& other, float weight) {
-    sums[i].x += weight * other.x;
-    sums[i].y += weight * other.y;
-    sums[i].z += weight * other.z;
-    sums[i].w += weight * other.w;
-  }
+  KVRT_INLINE void add(int i, const Vector& other, float weight) { add_to(sums[i], other, weight); }
 };
+// A whole head over a warp.
+using HeadState = StateOf<float4, PARTS>;
 
 // Undo the Hadamard transform of the sums in blocks of `block` channels, a power of two; 0: there was none.
 KVRT_INLINE void unrotate(HeadState& state, int block) {
@@ -74,66 +84,76 @@ KVRT_INLINE void unrotate(HeadState& state, int block) {
 // CTAs hand over their states in memory that is zero before and after: a word that is no longer zero has arrived, so
 // neither a fence nor a flag is needed. Zeros are sent as -0.
 KVRT_INLINE float to_send(float x) { return x == 0 ? -0.0f : x; }
+KVRT_INLINE float2 to_send(const float2& x) { return {to_send(x.x), to_send(x.y)}; }
+KVRT_INLINE float4 to_send(const float4& x) { return {to_send(x.x), to_send(x.y), to_send(x.z), to_send(x.w)}; }
 KVRT_INLINE bool has_arrived(float x) { return __float_as_uint(x) != 0; }
-
-// sums (HEAD_DIM,) and stats (2,) of one head and CTA.
-KVRT_INLINE void send(const HeadState& state, float* sums, float* stats) {
-  const int lane = threadIdx.x % WARP;
-  if (lane == 0) ptx::store_relaxed2(stats, {to_send(state.peak), to_send(state.total)});
-#pragma unroll
-  for (int i = 0; i < PARTS; ++i)
-    if (lane + WARP * i < QUARTERS) {
-      const float4& x = state.sums[i];
-      ptx::store_relaxed4(sums + 4 * (lane + WARP * i), {to_send(x.x), to_send(x.y), to_send(x.z), to_send(x.w)});
-    }
+KVRT_INLINE bool has_arrived(const float2& x) { return has_arrived(x.x) && has_arrived(x.y); }
+KVRT_INLINE bool has_arrived(const float4& x) {
+  return has_arrived(x.x) && has_arrived(x.y) && has_arrived(x.z) && has_arrived(x.w);
 }
 
-// Merge what `count` CTAs found of one head: `own` of CTA number `self`, and what the others send: sums (count, 8,
-// HEAD_DIM) from this head on, and stats (count, 8, 2). In the order of their numbers, so that the last bit of the
-// result does not depend on who was the last. The states of MOST heads of 128 channels are under way at once.
-template <int MOST = 16>
-KVRT_INLINE void receive(HeadState& state, const HeadState& own, int self, float* sums, float* stats, int count) {
-  constexpr int AT_ONCE = MOST / PARTS;
+// Where the states of a head, or of a part of it, are handed over: CTA number i has its sums in `vectors` Vectors from
+// sums + i * 8 * HEAD_DIM on, and maximum and total of its weights in stats[i * pitch].
+struct Handed {
+  float* sums;
+  float2* stats;
+  int pitch = 8, vectors = QUARTERS;
+
+  KVRT_INLINE bool has(int i) const { return vector(i) < vectors; }
+  // The lane's Vector number i, or the last one where it `has` none.
+  template <typename Vector>
+  KVRT_INLINE Vector* place(int cta, int i) const {
+    return reinterpret_cast<Vector*>(sums + i64(cta) * 8 * HEAD_DIM) + min(vector(i), vectors - 1);
+  }
+
+ private:
+  KVRT_INLINE int vector(int i) const { return int(threadIdx.x) % WARP + WARP * i; }
+};
+
+template <typename Vector, int COUNT>
+KVRT_INLINE void send(const StateOf<Vector, COUNT>& state, const Handed& to, int cta) {
+  if (threadIdx.x % WARP == 0) ptx::store_relaxed(to.stats + cta * to.pitch, to_send(float2{state.peak, state.total}));
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i)
+    if (to.has(i)) ptx::store_relaxed(to.place<Vector>(cta, i), to_send(state.sums[i]));
+}
+
+// Merge what `count` CTAs send, the own one too. In the order of their numbers, so that the last bit of the result does
+// not depend on who was the last. AT_ONCE states are under way at once.
+template <int AT_ONCE, typename Vector, int COUNT>
+KVRT_INLINE void receive(StateOf<Vector, COUNT>& state, const Handed& from, int count) {
   const int lane = threadIdx.x % WARP;
+  __syncwarp();  // lanes wait for what the others sent
   for (int first = 0; first < count; first += AT_ONCE) {
-    const int left = count - first;
-    float4 parts[AT_ONCE][PARTS];
-    float2 mine = {NOTHING, 0};
+    // No load waits for another: what is behind the last state is the last once more, and weighs nothing.
+    const int most = min(AT_ONCE, count - first) - 1;
+    float2 *own_stats = from.stats + (first + min(lane, most)) * from.pitch, stats;
+    Vector parts[AT_ONCE][COUNT];
     bool complete;
     do {
-      complete = true;
-      if (lane < AT_ONCE && lane < left) {
-        mine = first + lane == self ? float2{to_send(own.peak), to_send(own.total)}
-                                    : ptx::load_relaxed2(stats + (first + lane) * 16);
-        complete = has_arrived(mine.x) && has_arrived(mine.y);
-      }
+      const int last = ptx::as_new(most);  // addresses are made anew: all of them would take too many registers
+      stats = ptx::load_relaxed(own_stats);
 #pragma unroll
       for (int j = 0; j < AT_ONCE; ++j)
 #pragma unroll
-        for (int i = 0; i < PARTS; ++i)
-          if (j < left && first + j != self && lane + WARP * i < QUARTERS)
-            parts[j][i] = ptx::load_relaxed4(sums + i64(first + j) * 8 * HEAD_DIM + 4 * (lane + WARP * i));
-          else
-            parts[j][i] = {-0.0f, -0.0f, -0.0f, -0.0f};
+        for (int i = 0; i < COUNT; ++i) parts[j][i] = ptx::load_relaxed(from.place<Vector>(first + min(j, last), i));
+      complete = has_arrived(stats);
 #pragma unroll
       for (int j = 0; j < AT_ONCE; ++j)
 #pragma unroll
-        for (int i = 0; i < PARTS; ++i) {
-          const float4& x = parts[j][i];
-          complete = complete && has_arrived(x.x) && has_arrived(x.y) && has_arrived(x.z) && has_arrived(x.w);
-        }
+        for (int i = 0; i < COUNT; ++i) complete = complete && has_arrived(parts[j][i]);
     } while (!complete);
     __syncwarp();
-    const float weight = state.take(mine.x, mine.y);
-    if (lane < AT_ONCE && lane < left) *reinterpret_cast<float2*>(stats + (first + lane) * 16) = {0, 0};
+    *own_stats = {0, 0};
+    const int last = ptx::as_new(most);
+    const float weight = state.take(lane <= most ? stats.x : NOTHING, lane <= most ? stats.y : 0.0f);
 #pragma unroll
     for (int j = 0; j < AT_ONCE; ++j) {
       const float factor = __shfl_sync(ALL_LANES, weight, j);
 #pragma unroll
-      for (int i = 0; i < PARTS; ++i) {
-        state.add(i, first + j == self ? own.sums[i] : parts[j][i], j < left ? factor : 0.0f);
-        if (j < left && lane + WARP * i < QUARTERS)
-          *reinterpret_cast<float4*>(sums + i64(first + j) * 8 * HEAD_DIM + 4 * (lane + WARP * i)) = {0, 0, 0, 0};
+      for (int i = 0; i < COUNT; ++i) {
+        state.add(i, parts[j][i], factor);
+        if (from.has(i)) *from.place<Vector>(first + min(j, last), i) = {};
       }
     }
   }

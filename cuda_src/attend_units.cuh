@@ -4,7 +4,6 @@
 #pragma once
 #include "attend_tables.cuh"
 
-using u64 = unsigned long long;
 
 static constexpr int EXACT_TOKENS = 16;
 static constexpr int PAGE_TOKENS = 64;
@@ -132,14 +131,7 @@ struct Unit {
   KVRT_INLINE bool seen() const { return low < count; }
 };
 
-// From sm_90 on, packed pages come by the copy engine: one lane asks, and the bytes count down a barrier of the stage.
-#ifndef KVRT_BULK_COPIES
-#if __CUDA_ARCH__ >= 900
-#define KVRT_BULK_COPIES 1
-#else
-#define KVRT_BULK_COPIES 0
-#endif
-#endif
+// Packed pages come by the copy engine, where there is one.
 static constexpr bool BULK = KVRT_BULK_COPIES && !DENSE;
 
 // A warp's ring of pieces of units. Its lanes call everything together.

@@ -202,19 +202,19 @@ KVRT_INLINE void let_next_start() {
 }
 
 // Numbers that CTAs hand over while they run: each word is complete when it is seen at all.
-KVRT_INLINE void store_relaxed2(float* place, const float2& v) {
+KVRT_INLINE void store_relaxed(float2* place, const float2& v) {
   asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1,%2};" ::"l"(place), "f"(v.x), "f"(v.y) : "memory");
 }
-KVRT_INLINE void store_relaxed4(float* place, const float4& v) {
+KVRT_INLINE void store_relaxed(float4* place, const float4& v) {
   asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(place), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
                : "memory");
 }
-KVRT_INLINE float2 load_relaxed2(const float* place) {
+KVRT_INLINE float2 load_relaxed(const float2* place) {
   float2 v;
   asm volatile("ld.relaxed.gpu.global.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(place) : "memory");
   return v;
 }
-KVRT_INLINE float4 load_relaxed4(const float* place) {
+KVRT_INLINE float4 load_relaxed(const float4* place) {
   float4 v;
   asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)

@@ -12,6 +12,7 @@ struct Softmax {
   float minimum[2] = {0, 0};  // what minima of values add to all channels; this and total are the lane's part
   float sums[CHUNKS][NEAR / 2][4] = {};
   int unit = HALVES;  // sums are times two to the power of it
+  bool empty = true;  // whether they are zeros
 
   // Take up the tokens first ... of a unit (below first + WARP_TOKENS and counts.total()), at least one. Values, and
   // scales and minima of those that are coded, are at `values` and `meta`.
@@ -72,9 +73,9 @@ struct Softmax {
     add_rows<2>(values, end, counts.of(3), first, last, weights, lane);
   }
 
-  // Hand the state over: stats (HEADS, 3) = maximum, sum of weights, and what minima add, and parts (HEADS, HEAD_DIM),
-  // HEAD_PITCH for a head, of which `pair_at` says what is where.
-  KVRT_INLINE void write(float* stats, float* parts, int pitch) {
+  // Hand the state over: stats (HEADS,) = maximum, sum of weights, what minima add, and what to multiply sums by; parts
+  // (HEADS, HEAD_DIM) = sums, `pitch` for a head, of which `slot_of` says what is where.
+  KVRT_INLINE void write(float4* stats, float* parts, int pitch) {
     const int lane = threadIdx.x % WARP, group = lane / 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h)
@@ -88,34 +89,30 @@ struct Softmax {
     const int head = HEADS == 4 ? lane % 2 * 2 + second : lane % 4 * 2;
 #pragma unroll
     for (int h = 0; h < (HEADS == 4 ? 1 : 2); ++h)
-      if (group == 0) {
-        float* to = stats + 3 * (head + h);
-        to[0] = second ? peak[1] : peak[h];
-        to[1] = second ? total[1] : total[h];
-        to[2] = second ? minimum[1] : minimum[h];
-      }
-    const float factor = power(-unit);
+      if (group == 0)
+        stats[head + h] = {second ? peak[1] : peak[h], second ? total[1] : total[h], second ? minimum[1] : minimum[h],
+                           power(-unit)};
 #pragma unroll
     for (int k = 0; k < CHUNKS; ++k)
 #pragma unroll
       for (int m = 0; m < NEAR / 2; ++m) {
         const float(&x)[4] = sums[k][m];
-        const int pair = (k * CHUNK + group * NEAR) / 2 + (m + group) % (NEAR / 2);
+        const int slot = slot_of((k * CHUNK + group * NEAR) / 2 + m);
         const bool there = k * CHUNK + group * NEAR < HEAD_DIM;
         if (HEADS == 4) {
           const float low = __shfl_xor_sync(ALL_LANES, second ? x[0] : x[1], 2) + (second ? x[1] : x[0]);
           const float high = __shfl_xor_sync(ALL_LANES, second ? x[2] : x[3], 2) + (second ? x[3] : x[2]);
-          if (there) reinterpret_cast<float2*>(parts + head * pitch)[pair] = {low * factor, high * factor};
+          if (there) reinterpret_cast<float2*>(parts + head * pitch)[slot] = {low, high};
         } else if (there) {
-          reinterpret_cast<float2*>(parts + head * pitch)[pair] = {x[0] * factor, x[2] * factor};
-          reinterpret_cast<float2*>(parts + (head + 1) * pitch)[pair] = {x[1] * factor, x[3] * factor};
+          reinterpret_cast<float2*>(parts + head * pitch)[slot] = {x[0], x[2]};
+          reinterpret_cast<float2*>(parts + (head + 1) * pitch)[slot] = {x[1], x[3]};
         }
       }
   }
-  // Which two channels are number i of what was handed over: turned by lanes, which write to all banks so.
-  static KVRT_INLINE int pair_at(int i) {
-    constexpr int PAIRS = NEAR / 2;
-    return i / PAIRS * PAIRS + ((i - i / PAIRS) & (PAIRS - 1));
+  // Where a pair of channels is in what is handed over: turned by lanes, which write to all banks so.
+  static KVRT_INLINE int slot_of(int pair) {
+    constexpr int EACH = NEAR / 2;
+    return pair / EACH * EACH + ((pair + pair / EACH) & (EACH - 1));
   }
 
  private:
@@ -136,6 +133,11 @@ struct Softmax {
 
   // Bring sums to another unit.
   KVRT_INLINE void rescale(const float (&factor)[2], int to) {
+    if (empty) {
+      unit = to;
+      empty = false;
+      return;
+    }
     const float both[2] = {factor[0] * power(to - unit), factor[1] * power(to - unit)};
     unit = to;
 #pragma unroll

@@ -101,11 +101,19 @@ struct Unit {
   int thread;
 
   // Begin to copy a block's run.
+#if KVRT_BULK_COPIES
+  static KVRT_INLINE void fetch(u8* to, u64* arrival, const ZoneBlock& block) {
+    const int size = block.bytes(HEAD_DIM);
+    ptx::barrier_expect(arrival, size);
+    ptx::copy_bulk(to, block.run, size, arrival);
+  }
+#else
   static KVRT_INLINE void fetch(u8* to, const ZoneBlock& block, int thread) {
     const int size = block.bytes(HEAD_DIM);
 #pragma unroll 2
     for (int at = thread * 16; at < size; at += TEAM * 16) ptx::copy_async16(to + at, block.run + at);
   }
+#endif
   // Begin to copy exact rows; keys, values (count, HEAD_DIM) f16.
   static KVRT_INLINE void fetch(u8* to, const u8* keys, const u8* values, int count, int thread) {
     constexpr int CHUNKS_A_ROW = HEAD_DIM / 8;

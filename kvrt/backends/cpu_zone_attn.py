@@ -66,11 +66,8 @@ def attend_zones(
     for item in range(begin, end):
         head = item // splits
         split = item % splits
-        first_unit, blocks = 0, tail_blocks
-        if info[view.ZONE_UNITS]:
-            starts = jit.array(info[view.ZONE_STARTS], (head + 2,), np.int64)
-            first_unit = starts[head]
-            blocks += starts[head + 1] - first_unit
+        starts = jit.array(layer + (view.LAYER_SETTINGS + head) * 8, (2,), np.int64)
+        first_unit, blocks = starts[0], tail_blocks + starts[1] - starts[0]
         query_at = q + head * group * dim * 4
         query = jit.array(query_at, (group, dim), np.float32)
         acc_at = partials + item * group * dim * 4

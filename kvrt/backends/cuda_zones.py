@@ -65,7 +65,7 @@ def fixed_bytes(dim: int, heads: int, teams: int) -> int:
 def least_arena(dim: int, heads: int, teams: int) -> int:
     """Bytes that a unit, or what all warps have found in the end, takes."""
     warps = teams * _TEAM_WARPS
-    states = 4 * heads * (warps * dim + 8 + 3 * warps)
+    states = 4 * heads * (warps * dim + 8 + 4 * warps)
     return max(PAGE_TOKENS * dim * 4 + 16, -(-states // 16) * 16)
 
 
@@ -132,7 +132,7 @@ class ZoneKernels(CacheKernels):
         # Each head must have a block of threads.
         blocks = max(self.device.multiprocessors // tiles, kv_heads)
         partials = self._scratch(
-            "partials", (blocks * tiles * QUERY_HEADS * (dim + 2),), np.float32
+            "partials", (blocks * tiles * QUERY_HEADS * (dim + 4),), np.float32
         )
         arrivals = self._scratch("arrivals", (tiles * kv_heads,), np.int32)
         self.device.module("attend_zones.cu", defines).launch(

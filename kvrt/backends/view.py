@@ -12,6 +12,16 @@ PAGE_TOKENS = 64
 
 LAYER_SETTINGS = 64
 
+
+def zone_settings(kv_heads: int) -> int:
+    """Integers of a layer that has zones: behind LAYER_SETTINGS is where each head's blocks begin.
+
+    Heads are counted up to a multiple of 32, and one more: behind the last they begin where all
+    end.
+    """
+    return LAYER_SETTINGS + -(-kv_heads // 32) * 32 + 1
+
+
 (
     HEADS,  # KV heads
     DIM,  # head_dim
@@ -33,10 +43,11 @@ LAYER_SETTINGS = 64
     TURNS,  # address of (64, 2, DIM / 2) f32, cos and sin of the offsets in a block of 64, or 0
     KEY_NORM,  # address of (HEADS, DIM) f32 to multiply into queries of packed keys, or 0
     QUICK,  # of the DIM / 2 pairs of channels, the first so many turn much within a page
-    ZONE_UNITS,  # address of (units, 4) i64, the blocks of the zones; 0: none
-    ZONE_STARTS,  # address of (HEADS + 1,) i64, where each head's blocks begin
+    ZONE_UNITS,  # address of (blocks, 4) i64, the blocks of the zones, sorted by head; 0: none
+    ZONE_BLOCKS,  # how many there are
+    ZONE_LARGEST,  # bytes of the largest
     QUERIES,  # address of (QUERY_ROWS, query heads, DIM) f32, the newest tokens' queries; 0: none
-) = range(23)
+) = range(24)
 QUERY_ROWS = 32
 """Queries that are kept: a token's lies in row `slot` modulo this."""
 
@@ -116,7 +127,7 @@ class PageView:
     """One layer of a store, as kernels see it. `address` is that of `settings` on the device."""
 
     extent: Extent
-    settings: Any  # (LAYER_SETTINGS,) i64, on the host
+    settings: Any  # (LAYER_SETTINGS,) i64, or more of them (`zone_settings`), on the host
     address: int
     surveys: tuple[str, str]  # of K and V: "never", "first" or "every" page
     zones: bool = False  # whether packed tokens lie in zones, beside a tail that is no ring

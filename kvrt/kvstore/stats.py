@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..backends.ops import PAGE_TOKENS
-from ..backends.view import LAYER_SETTINGS
+from ..backends.view import LAYER_SETTINGS, zone_settings
 from .basis import needs_bases
 from .compression import EXACT_BYTES, Compression
 from .layout import Geometry, PageLayout
@@ -181,7 +181,6 @@ def compressed_stats(
         length, rows = length + 1, rows + 1
         pack_oldest()
     compressed = length - rows
-    directories = (geometry.num_kv_heads + 1) * 8 * geometry.num_layers if compressed else 0
     numbers = 2 * compressed * heads * geometry.head_dim
     return StoreStats(
         tokens=length,
@@ -189,9 +188,9 @@ def compressed_stats(
         page_bytes=packed * heads,
         tail_bytes=row * exact_rows(rows) * heads,
         sink_bytes=0,
-        table_bytes=geometry.num_layers * LAYER_SETTINGS * 8 + directories,
+        table_bytes=geometry.num_layers * zone_settings(geometry.num_kv_heads) * 8,
         codec_bytes=0,
-        bits_per_element=8 * (packed * heads + directories) / numbers if numbers else 16.0,
+        bits_per_element=8 * packed * heads / numbers if numbers else 16.0,
     )
 
 

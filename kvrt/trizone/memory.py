@@ -30,9 +30,10 @@ class Memory:
         self._ops = ops
         self._query_heads = query_heads
         self.block = geometry.head_dim & -geometry.head_dim  # of the transform, in channels
-        self._settings = np.zeros((geometry.num_layers, place.LAYER_SETTINGS), np.int64)
-        self.settings = ops.to_device(self._settings)  # (layers, LAYER_SETTINGS) i64
-        row, address = place.LAYER_SETTINGS * 8, ops.address(self.settings)
+        count = place.zone_settings(geometry.num_kv_heads)
+        self._settings = np.zeros((geometry.num_layers, count), np.int64)
+        self.settings = ops.to_device(self._settings)  # (layers, count) i64
+        row, address = count * 8, ops.address(self.settings)
         self.views = [
             PageView(extent, settings, address + layer * row, ("never", "never"), zones=True)
             for layer, settings in enumerate(self._settings)
@@ -81,6 +82,9 @@ class Memory:
         """Tell the kernels where a layer's tokens are, and whether values are `rotated`."""
         settings, address = self._settings[layer], self._ops.address
         directory, queries = zones.directory, zones.queries
+        units, starts, largest = 0, np.zeros(1, np.int64), 0
+        if directory is not None:
+            units, starts, largest = address(directory.units), directory.starts, directory.largest
         values = {
             place.HEADS: self._geometry.num_kv_heads,
             place.DIM: self._geometry.head_dim,
@@ -91,10 +95,13 @@ class Memory:
             place.TAIL_VALUES: address(zones.values),
             place.FORM: POST,
             place.VALUE_HADAMARD: self.block if rotated else 0,
-            place.ZONE_UNITS: 0 if directory is None else address(directory.units),
-            place.ZONE_STARTS: 0 if directory is None else address(directory.starts),
+            place.ZONE_UNITS: units,
+            place.ZONE_BLOCKS: starts[-1],
+            place.ZONE_LARGEST: largest,
             place.QUERIES: 0 if queries is None else address(queries),
         }
         for name, value in values.items():
             settings[name] = value
+        settings[place.LAYER_SETTINGS :] = starts[-1]
+        settings[place.LAYER_SETTINGS :][: len(starts)] = starts
         self.settings[layer] = self._ops.to_device(settings)

@@ -96,30 +96,32 @@ class Widths:
 
 @dataclass(frozen=True)
 class Directory:
-    """Where a layer's blocks lie, for kernels: `units` (units, 4) and `starts` (kv_heads + 1,) i64.
+    """Where a layer's blocks lie, for kernels: `units` (units, 4) i64, sorted by head.
 
-    rows, heads: what `units` holds, and whose it is, on the host.
+    On the host are rows and heads, what `units` holds and whose it is, `starts` (kv_heads + 1,)
+    i64, where each head's begin, and the bytes of the largest.
     """
 
     units: Any
-    starts: Any
     rows: np.ndarray
     heads: np.ndarray
+    starts: np.ndarray
+    largest: int
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], kv_heads: int, ops: Ops) -> Directory | None:
+    def of(cls, segments: Sequence[Segment], head_dim: int, ops: Ops) -> Directory | None:
         """The directory of all segments of a layer, sorted by head; None where nothing is kept."""
         if not any(len(segment.units) for segment in segments):
             return None
         heads = np.concatenate([segment.heads for segment in segments])  # (units,)
         order = np.argsort(heads, kind="stable")
         rows = np.concatenate([segment.placed(ops) for segment in segments])[order]
-        counts = np.bincount(heads, minlength=kv_heads)  # (kv_heads,)
+        counts = np.bincount(heads, minlength=len(segments[0].channels))  # (kv_heads,)
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        return cls(
-            ops.to_device(np.ascontiguousarray(rows)), ops.to_device(starts), rows, heads[order]
-        )
+        sizes = block_bytes(unpack_counts(rows[:, 2]), unpack_counts(rows[:, 3]), head_dim)
+        units = ops.to_device(np.ascontiguousarray(rows))
+        return cls(units, rows, heads[order], starts, int(sizes.max()))
 
     @property
     def nbytes(self) -> int:
-        return int(self.units.nbytes + self.starts.nbytes)
+        return int(self.units.nbytes)

@@ -30,14 +30,19 @@ inline void copy_bulk(void* shared, const void* global, u32 bytes, void* barrier
 }
 inline void barrier_wait(void* place, u32 parity) {
   BulkBarrier& barrier = bulk_barrier(place);
-  if ((barrier.phases & 1) != parity) return;
-  for (const auto& copy : barrier.copies) {
-    std::memcpy(copy.target, copy.source, copy.bytes);
-    barrier.expected -= copy.bytes;
+  while ((barrier.phases & 1) == parity) {
+    if (barrier.copies.empty()) {  // another thread is yet to ask for them
+      emulated::yield();
+      continue;
+    }
+    for (const auto& copy : barrier.copies) {
+      std::memcpy(copy.target, copy.source, copy.bytes);
+      barrier.expected -= copy.bytes;
+    }
+    demand(barrier.expected == 0, "other bytes were copied than the barrier expects");
+    barrier.copies.clear();
+    ++barrier.phases;
   }
-  demand(barrier.expected == 0 && !barrier.copies.empty(), "other bytes were copied than the barrier expects");
-  barrier.copies.clear();
-  ++barrier.phases;
 }
 inline void order_copies() {}
 }  // namespace ptx

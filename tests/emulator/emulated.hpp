@@ -388,10 +388,10 @@ inline float load_early(const float* place) { return *place; }
 inline void wait_for_previous() {}
 inline void let_next_start() {}
 
-inline void store_relaxed2(float* place, const float2& v) { std::memcpy(place, &v, 8); }
-inline void store_relaxed4(float* place, const float4& v) { std::memcpy(place, &v, 16); }
-inline float2 load_relaxed2(const float* place) { return {place[0], place[1]}; }
-inline float4 load_relaxed4(const float* place) { return {place[0], place[1], place[2], place[3]}; }
+template <class V>
+void store_relaxed(V* place, const V& v) { *place = v; }
+template <class V>
+V load_relaxed(V* place) { return *place; }
 }  // namespace ptx
 
 #include "bulk_copies.hpp"

@@ -21,13 +21,15 @@ class EmulatedDevice:
     multiprocessors = 4
     max_shared = 227 * 1024
 
-    def __init__(self) -> None:
+    def __init__(self, bulk: bool = False) -> None:
+        """`bulk`: large runs come by the copy engine, as from sm_90 on."""
         self._modules: dict[Any, EmulatedModule] = {}
+        self._options = {"KVRT_BULK_COPIES": int(bulk)}
 
     def module(self, name: str, defines: Mapping[str, Any] | None = None) -> EmulatedModule:
         key = (name, *sorted((defines or {}).items()))
         if key not in self._modules:
-            self._modules[key] = EmulatedModule(name, defines)
+            self._modules[key] = EmulatedModule(name, {**(defines or {}), **self._options})
         return self._modules[key]
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -75,5 +77,5 @@ class EmulatedDevice:
         out[...] = out + product if add else product
 
 
-def emulated_ops() -> CudaOps:
-    return CudaOps(EmulatedDevice())
+def emulated_ops(bulk: bool = False) -> CudaOps:
+    return CudaOps(EmulatedDevice(bulk))

@@ -90,16 +90,18 @@ def make_layer(
         for part in tail
     ]
     runs, units, held = send_blocks(ops, zones, filled=True)
-    starts = ops.to_device(zones.starts)
-    settings = np.zeros(place.LAYER_SETTINGS, np.int64)
+    settings = np.zeros(place.zone_settings(kv_heads), np.int64)
     settings[[place.HEADS, place.DIM]] = kv_heads, dim
     settings[[place.KEY_KIND, place.VALUE_KIND]] = 1
     settings[place.VALUE_HADAMARD] = block
     settings[[place.SINK_ROWS, place.TAIL_ROWS]] = 0, rows
     settings[[place.TAIL_KEYS, place.TAIL_VALUES]] = [ops.address(part) for part in exact]
     if len(zones.runs):
-        settings[[place.ZONE_UNITS, place.ZONE_STARTS]] = ops.address(units), ops.address(starts)
+        settings[[place.ZONE_UNITS, place.ZONE_BLOCKS]] = ops.address(units), len(zones.runs)
+        settings[place.ZONE_LARGEST] = max(map(len, zones.runs))
+        settings[place.LAYER_SETTINGS :] = len(zones.runs)
+        settings[place.LAYER_SETTINGS :][: kv_heads + 1] = zones.starts
     on_device = ops.to_device(settings)
     extent = Extent(tail_tokens=tail_tokens)
     view = PageView(extent, settings, ops.address(on_device), ("never", "never"), True)
-    return ZoneLayer(view, zones, tail, [exact, runs, units, starts, on_device, held])
+    return ZoneLayer(view, zones, tail, [exact, runs, units, on_device, held])

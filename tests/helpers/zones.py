@@ -181,7 +181,7 @@ class Packed(NamedTuple):
     """Blocks in memory, and what `Ops` takes to say where they are. Arrays of the backend."""
 
     units: Any  # (units, 4) i64
-    starts: Any  # (kv_heads + 1,) i64
+    starts: np.ndarray  # (kv_heads + 1,) i64, on the host
     heads: Any  # (units,) i64
     memory: Any  # (bytes,) u8
     offsets: list[int]  # where each run begins in it
@@ -246,7 +246,7 @@ def pack(ops: Ops, segments: Sequence[Segment]) -> Packed:
     starts = np.searchsorted(heads, np.arange(kv_heads + 1)).astype(np.int64)
     return Packed(
         ops.to_device(directory),
-        ops.to_device(starts),
+        starts,
         ops.to_device(heads),
         device_memory,
         offsets.tolist(),
@@ -298,7 +298,7 @@ def new_tail(ops: Ops, rng: np.random.Generator, kv_heads: int, count: int, dim:
 def zone_view(ops: Ops, tail: Tail, packed: Packed | None) -> PageView:
     """One layer of zones as kernels see it; None: nothing was packed yet."""
     heads, rows, dim = tail.keys.shape
-    settings = np.zeros(view.LAYER_SETTINGS, np.int64)  # (LAYER_SETTINGS,)
+    settings = np.zeros(view.zone_settings(heads), np.int64)
     given = {
         view.HEADS: heads,
         view.DIM: dim,
@@ -311,7 +311,10 @@ def zone_view(ops: Ops, tail: Tail, packed: Packed | None) -> PageView:
     }
     if packed is not None:
         given[view.ZONE_UNITS] = ops.address(packed.units)
-        given[view.ZONE_STARTS] = ops.address(packed.starts)
+        given[view.ZONE_BLOCKS] = len(packed.sizes)
+        given[view.ZONE_LARGEST] = max(packed.sizes, default=0)
+        settings[view.LAYER_SETTINGS :] = len(packed.sizes)
+        settings[view.LAYER_SETTINGS :][: heads + 1] = packed.starts
     for name, value in given.items():
         settings[name] = value
     on_device = ops.to_device(settings)

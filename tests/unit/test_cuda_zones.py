@@ -36,6 +36,12 @@ def cuda() -> CudaOps:
     return emulated_ops()
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["lanes", "engine"])
+def copying(request: pytest.FixtureRequest) -> CudaOps:
+    """Blocks are copied by lanes, as before sm_90, or by the copy engine."""
+    return emulated_ops(bulk=request.param)
+
+
 def rows_of(kv_heads: int, dim: int, names: tuple[str, ...] = AWKWARD) -> np.ndarray:
     """(64 * names, kv_heads, dim) f32."""
     return np.concatenate([TILES[name](kv_heads, dim, 3) for name in names])
@@ -162,11 +168,14 @@ def test_attention_of_large_groups(cuda: CudaOps, group: int) -> None:
         ([500, 1, 0, 130, 64, 63], 1),  # more heads than multiprocessors
         ([1], 1),
         ([500], 200),
+        ([0, 65, 1] * 12, 1),  # more heads than lanes
+        ([3, 1, 130] * 11, 0),
     ],
 )
-def test_attention_over_ragged_heads(cuda: CudaOps, kept: list[int], tail: int) -> None:
+def test_attention_over_ragged_heads(copying: CudaOps, kept: list[int], tail: int) -> None:
     heads = len(kept)
-    check(*attend(cuda, make_layer(cuda, zones_of(heads, 64, kept), heads, 64, tail), 2))
+    layer = make_layer(copying, zones_of(heads, 64, kept), heads, 64, tail)
+    check(*attend(copying, layer, 2))
 
 
 @pytest.mark.parametrize(
@@ -178,12 +187,14 @@ def test_attention_over_ragged_heads(cuda: CudaOps, kept: list[int], tail: int) 
         (128, (16,), 40),  # of three teams
     ],
 )
-def test_attention_in_rounds(cuda: CudaOps, dim: int, widths: tuple[int, ...], tail: int) -> None:
+def test_attention_in_rounds(
+    copying: CudaOps, dim: int, widths: tuple[int, ...], tail: int
+) -> None:
     """A block of threads has more units than find room at once: one for each head here."""
-    heads = cuda.device.multiprocessors + 1
+    heads = copying.device.multiprocessors + 1
     kept = [500, *[1] * (heads - 1)]
     zones = zones_of(heads, dim, kept, v_widths=widths, k_widths=widths)
-    check(*attend(cuda, make_layer(cuda, zones, heads, dim, tail), 4))
+    check(*attend(copying, make_layer(copying, zones, heads, dim, tail), 4))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 63, 64, 65])
@@ -251,11 +262,11 @@ def test_attention_with_sharp_scores(cuda: CudaOps) -> None:
     assert np.linalg.norm(out - expected) / np.linalg.norm(expected) < 3e-5
 
 
-def test_the_tail_grows_while_launches_stay_the_same(cuda: CudaOps) -> None:
-    layer = make_layer(cuda, zones_of(2, 64, [70, 10]), 2, 64, 1, room=140)
+def test_the_tail_grows_while_launches_stay_the_same(copying: CudaOps) -> None:
+    layer = make_layer(copying, zones_of(2, 64, [70, 10]), 2, 64, 1, room=140)
     for tokens in (1, 63, 64, 65, 129, 140):
         layer.set_tail(tokens)
-        check(*attend(cuda, layer, 2))
+        check(*attend(copying, layer, 2))
 
 
 def test_a_nan_shows(cuda: CudaOps) -> None:

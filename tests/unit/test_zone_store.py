@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kvrt.backends.cpu import CpuOps
+from kvrt.backends.view import zone_settings
 from kvrt.errors import CodecError, UnsupportedError
 from kvrt.kvstore import KVSpec, estimate
 from tests.helpers.compare import assert_close
@@ -113,7 +114,7 @@ def test_statistics_are_sums_of_arrays(ops: CpuOps, spec: str) -> None:
     assert stats.tail_bytes == 2 * 2 * 2 * 64 * 16 * 2 and stats.tokens == 303
     assert stats.sealed_tokens == 303 - state.rows
     numbers = 2 * 2 * 2 * 16 * stats.sealed_tokens
-    directories = stats.table_bytes - 2 * 64 * 8
+    directories = stats.table_bytes - 2 * zone_settings(2) * 8
     assert stats.bits_per_element == 8 * (stats.page_bytes + directories) / numbers < 16
     for layer, zones in enumerate(state.layers):
         widths = store.widths(layer)
