@@ -351,7 +351,7 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
     merge_warps(mine, reinterpret_cast<const float*>(rings), STAGES * STAGE_BYTES / 4, h);
     const i64 first = i64(blockIdx.y) * gridDim.x * 8;
     const Handed handed{all_sums + first * HEAD_DIM + h * HEAD_DIM, all_stats + first + h};
-    send(mine, handed, blockIdx.x);
+    send(mine, handed.from(blockIdx.x));
     if (!last) continue;
     HeadState merged;
     receive<16 / PARTS>(merged, handed, active);

@@ -99,61 +99,63 @@ struct Handed {
   float2* stats;
   int pitch = 8, vectors = QUARTERS;
 
-  KVRT_INLINE bool has(int i) const { return vector(i) < vectors; }
-  // The lane's Vector number i, or the last one where it `has` none.
+  // Those of the CTAs from a number on.
+  KVRT_INLINE Handed from(int cta) const { return {sums + i64(cta) * 8 * HEAD_DIM, stats + cta * pitch, pitch, vectors}; }
+  // The lane's Vector number i, if it `has` one.
   template <typename Vector>
   KVRT_INLINE Vector* place(int cta, int i) const {
-    return reinterpret_cast<Vector*>(sums + i64(cta) * 8 * HEAD_DIM) + min(vector(i), vectors - 1);
+    return reinterpret_cast<Vector*>(sums) + threadIdx.x % WARP + cta * int(8 * HEAD_DIM * sizeof(float) / sizeof(Vector)) +
+           WARP * i;
   }
-
- private:
-  KVRT_INLINE int vector(int i) const { return int(threadIdx.x) % WARP + WARP * i; }
+  KVRT_INLINE bool has(int i) const { return int(threadIdx.x) % WARP + WARP * i < vectors; }
 };
 
 template <typename Vector, int COUNT>
-KVRT_INLINE void send(const StateOf<Vector, COUNT>& state, const Handed& to, int cta) {
-  if (threadIdx.x % WARP == 0) ptx::store_relaxed(to.stats + cta * to.pitch, to_send(float2{state.peak, state.total}));
+KVRT_INLINE void send(const StateOf<Vector, COUNT>& state, const Handed& to) {
+  if (threadIdx.x % WARP == 0) ptx::store_relaxed(to.stats, to_send(float2{state.peak, state.total}));
 #pragma unroll
   for (int i = 0; i < COUNT; ++i)
-    if (to.has(i)) ptx::store_relaxed(to.place<Vector>(cta, i), to_send(state.sums[i]));
+    if (to.has(i)) ptx::store_relaxed(to.place<Vector>(0, i), to_send(state.sums[i]));
 }
 
 // Merge what `count` CTAs send, the own one too. In the order of their numbers, so that the last bit of the result does
-// not depend on who was the last. AT_ONCE states are under way at once.
+// not depend on who was the last. AT_ONCE states are under way at once; those that are not there yet are read again.
 template <int AT_ONCE, typename Vector, int COUNT>
-KVRT_INLINE void receive(StateOf<Vector, COUNT>& state, const Handed& from, int count) {
+KVRT_INLINE void receive(StateOf<Vector, COUNT>& state, const Handed& handed, int count) {
+  static_assert(AT_ONCE <= WARP, "a bit for each");
   const int lane = threadIdx.x % WARP;
   __syncwarp();  // lanes wait for what the others sent
   for (int first = 0; first < count; first += AT_ONCE) {
-    // No load waits for another: what is behind the last state is the last once more, and weighs nothing.
-    const int most = min(AT_ONCE, count - first) - 1;
-    float2 *own_stats = from.stats + (first + min(lane, most)) * from.pitch, stats;
-    Vector parts[AT_ONCE][COUNT];
-    bool complete;
+    const Handed from = handed.from(first);
+    const int left = min(AT_ONCE, count - first);
+    const u32 wanted = ALL_LANES >> (WARP - left);
+    float2 stats = {NOTHING, 0};
+    Vector parts[AT_ONCE][COUNT] = {};
+    u32 missing = wanted;  // the same in all lanes
     do {
-      const int last = ptx::as_new(most);  // addresses are made anew: all of them would take too many registers
-      stats = ptx::load_relaxed(own_stats);
+      if (lane < left) stats = ptx::load_relaxed(from.stats + lane * from.pitch);
 #pragma unroll
       for (int j = 0; j < AT_ONCE; ++j)
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) parts[j][i] = ptx::load_relaxed(from.place<Vector>(first + min(j, last), i));
-      complete = has_arrived(stats);
+        for (int i = 0; i < COUNT; ++i)
+          ptx::load_relaxed_if(parts[j][i], from.place<Vector>(j, i), missing >> j & u32(from.has(i)));
+      u32 absent = lane < left && !has_arrived(stats) ? 1u << lane : 0;
 #pragma unroll
       for (int j = 0; j < AT_ONCE; ++j)
 #pragma unroll
-        for (int i = 0; i < COUNT; ++i) complete = complete && has_arrived(parts[j][i]);
-    } while (!complete);
-    __syncwarp();
-    *own_stats = {0, 0};
-    const int last = ptx::as_new(most);
-    const float weight = state.take(lane <= most ? stats.x : NOTHING, lane <= most ? stats.y : 0.0f);
+        for (int i = 0; i < COUNT; ++i)
+          if (!has_arrived(parts[j][i]) && from.has(i)) absent |= 1u << j;
+      missing = __reduce_or_sync(ALL_LANES, absent) & wanted;
+    } while (missing);
+    const float weight = state.take(stats.x, stats.y);
+    if (lane < left) from.stats[lane * from.pitch] = {0, 0};
 #pragma unroll
     for (int j = 0; j < AT_ONCE; ++j) {
       const float factor = __shfl_sync(ALL_LANES, weight, j);
 #pragma unroll
       for (int i = 0; i < COUNT; ++i) {
         state.add(i, parts[j][i], factor);
-        if (from.has(i)) *from.place<Vector>(first + min(j, last), i) = {};
+        if (j < left && from.has(i)) *from.place<Vector>(j, i) = {};
       }
     }
   }

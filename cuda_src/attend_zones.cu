@@ -239,7 +239,7 @@ attend_zones(const float4* q, const i64* layer, const i64* lengths, float scale,
     found.merge(mine, h, from, states);
     const Handed handed{all_sums + h * HEAD_DIM + 2 * from, all_stats + item, 8 * SPLIT,
                         PAIRS % PART_PAIRS ? min(PART_PAIRS, PAIRS - from) : PART_PAIRS};
-    send(mine, handed, task.number);
+    send(mine, handed.from(task.number));
     if (!last) continue;
     PartState whole;
     receive<AT_ONCE>(whole, handed, task.count);

@@ -214,13 +214,22 @@ KVRT_INLINE float2 load_relaxed(const float2* place) {
   asm volatile("ld.relaxed.gpu.global.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(place) : "memory");
   return v;
 }
-KVRT_INLINE float4 load_relaxed(const float4* place) {
-  float4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "l"(place)
-               : "memory");
-  return v;
+
+// The same where `wanted` is not 0; else v stays as it is.
+KVRT_INLINE void load_relaxed_if(float2& v, const float2* place, u32 wanted) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %3, 0;\n@wanted ld.relaxed.gpu.global.v2.f32 {%0,%1}, [%2];\n}"
+      : "+f"(v.x), "+f"(v.y)
+      : "l"(place), "r"(wanted)
+      : "memory");
+}
+KVRT_INLINE void load_relaxed_if(float4& v, const float4* place, u32 wanted) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.u32 wanted, %5, 0;\n"
+      "@wanted ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];\n}"
+      : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w)
+      : "l"(place), "r"(wanted)
+      : "memory");
 }
 
 #if __CUDA_ARCH__ >= 900

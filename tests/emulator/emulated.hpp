@@ -229,6 +229,11 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
   for (int i = 0; i < emulated::self().warp->size; ++i) value = slots[i][0] > value ? slots[i][0] : value;
   return value;
 }
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+  auto* slots = emulated::exchange(&value, 1);
+  for (int i = 0; i < emulated::self().warp->size; ++i) value |= slots[i][0];
+  return value;
+}
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
 
@@ -392,6 +397,8 @@ template <class V>
 void store_relaxed(V* place, const V& v) { *place = v; }
 template <class V>
 V load_relaxed(V* place) { return *place; }
+template <class V>
+void load_relaxed_if(V& v, const V* place, u32 wanted) { if (wanted) v = *place; }
 }  // namespace ptx
 
 #include "bulk_copies.hpp"

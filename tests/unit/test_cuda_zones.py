@@ -197,6 +197,16 @@ def test_attention_in_rounds(
     check(*attend(copying, make_layer(copying, zones, heads, dim, tail), 4))
 
 
+@pytest.mark.parametrize(("dim", "group"), [(128, 4), (64, 8), (80, 3)])
+def test_attention_by_many_blocks_of_threads(dim: int, group: int) -> None:
+    """More of one head than hand over their states at once."""
+    ops = emulated_ops(bulk=True)
+    ops.device.multiprocessors = 55
+    for kept in ([64 * 50], [64 * 24, 64 * 21 + 1]):
+        zones = make_zones(*smooth(len(kept), dim, 64 * 50), kept, v_widths=(4,), k_widths=(2, 0))
+        check(*attend(ops, make_layer(ops, zones, len(kept), dim, 37), group))
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 63, 64, 65])
 def test_attention_over_short_blocks(cuda: CudaOps, tokens: int) -> None:
     check(*attend(cuda, make_layer(cuda, zones_of(1, 80, [tokens]), 1, 80, 1), 3))
