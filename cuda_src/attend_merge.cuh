@@ -100,12 +100,14 @@ struct Handed {
   int pitch = 8, vectors = QUARTERS;
 
   // Those of the CTAs from a number on.
-  KVRT_INLINE Handed from(int cta) const { return {sums + i64(cta) * 8 * HEAD_DIM, stats + cta * pitch, pitch, vectors}; }
+  KVRT_INLINE Handed from(int cta) const {
+    return {sums + i64(cta) * 8 * HEAD_DIM, stats + cta * pitch, pitch, vectors};
+  }
   // The lane's Vector number i, if it `has` one.
   template <typename Vector>
   KVRT_INLINE Vector* place(int cta, int i) const {
-    return reinterpret_cast<Vector*>(sums) + threadIdx.x % WARP + cta * int(8 * HEAD_DIM * sizeof(float) / sizeof(Vector)) +
-           WARP * i;
+    constexpr int APART = int(8 * HEAD_DIM * sizeof(float) / sizeof(Vector));
+    return reinterpret_cast<Vector*>(sums) + threadIdx.x % WARP + WARP * i + cta * APART;
   }
   KVRT_INLINE bool has(int i) const { return int(threadIdx.x) % WARP + WARP * i < vectors; }
 };

@@ -4,7 +4,6 @@
 #pragma once
 #include "attend_tables.cuh"
 
-
 static constexpr int EXACT_TOKENS = 16;
 static constexpr int PAGE_TOKENS = 64;
 static constexpr int ROW_BYTES = HEAD_DIM * 2 + 16;  // 16 bytes of padding keep ldmatrix free of bank conflicts

@@ -32,11 +32,11 @@ struct Task {
   int tile, queries;         // of query heads, and how many of them there are in it
   int begin, end;            // its units
   int number, count, first;  // of the CTAs of its head; first: which of the grid is number 0
-  int cell, teams, depth;    // bytes of the largest unit; use of the cells of `lay_out`
+  int cell, teams, depth;    // bytes that hold any of its units; use of the cells of `lay_out`
   int kv_heads, hadamard;    // of the layer
 
-  // Each head gets a CTA, and of the others its share by how many units it has: those of the first heads together
-  // begin at CTA `of_head`. Products of floats do for that: all CTAs find the same, and shares of all are not too many.
+  // Each head gets a CTA, and a share of those left over by how many units it has; those beyond its units do nothing.
+  // Products of floats do for that: all CTAs find the same ones, and not more than there are.
   KVRT_INLINE void find(const i64* layer, const i64* lengths) {
     // What is read at first depends on nothing that is read: one trip to the memory.
     const i64 heads = ptx::load_early(layer + VIEW_HEADS), rows = ptx::load_early(lengths + 2);
@@ -53,17 +53,18 @@ struct Task {
       tail = int(rows);
       const int tails = (tail + EXACT_ROWS - 1) / EXACT_ROWS;
       const float share = float(int(gridDim.x) - kv_heads) / float(max(int(of_all) + kv_heads * tails, 1));
-      const int of_head = h + int(float(start + h * tails) * share);
-      const int of_next = h + 1 + int(float(next + (h + 1) * tails) * share);
-      const u32 found = __ballot_sync(ALL_LANES, int(blockIdx.x) >= of_head && int(blockIdx.x) < of_next && h < kv_heads);
+      const int from_here = h + int(float(start + h * tails) * share);
+      const int behind = h + 1 + int(float(next + (h + 1) * tails) * share);
+      const int cta = blockIdx.x;
+      const u32 found = __ballot_sync(ALL_LANES, cta >= from_here && cta < behind && h < kv_heads);
       if (!found) continue;
       const int from = __ffs(found) - 1;
       head = chunk + from;
-      first = __shfl_sync(ALL_LANES, of_head, from);
+      first = __shfl_sync(ALL_LANES, from_here, from);
       blocks = __shfl_sync(ALL_LANES, next - start, from);
-      count = min(__shfl_sync(ALL_LANES, of_next, from) - first, blocks + tails);
+      count = min(__shfl_sync(ALL_LANES, behind, from) - first, blocks + tails);
       directory = reinterpret_cast<const i64*>(units) + 4 * i64(__shfl_sync(ALL_LANES, start, from));
-      number = blockIdx.x - first;
+      number = cta - first;
       if (number >= count) break;
       const float each = float(blocks + tails) / float(count);
       begin = int(float(number) * each);
@@ -117,8 +118,8 @@ struct Task {
 
 // out (heads, HEAD_DIM) f32 = attention of q (heads, HEAD_DIM) f32, after RoPE, over the zones and the tail of a layer.
 //
-// layer: settings (VIEW_LAYER_SETTINGS,), and where heads' blocks begin behind them; lengths: of an extent, of which the
-// tail's is read; scale is that of the softmax times log2(e); group: query heads a KV head. partials (gridDim.y *
+// layer: settings (VIEW_LAYER_SETTINGS,), and behind them where heads' blocks begin; lengths: of an extent, of which
+// the tail's is read; scale is that of the softmax times log2(e); group: query heads a KV head. partials (gridDim.y *
 // gridDim.x * 8 * (HEAD_DIM + 4),) f32 and arrivals (gridDim.y * KV heads,), zeros before and after, are scratch.
 // Nothing is written for a head without tokens.
 //

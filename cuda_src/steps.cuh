@@ -3,7 +3,6 @@
 #pragma once
 #include "common.cuh"
 
-
 static constexpr int MOST_WIDTHS = 5, PAIRS = MOST_WIDTHS * (MOST_WIDTHS - 1) / 2;
 static constexpr float LARGEST = 3e38f;  // stands for all larger distortions
 static constexpr i64 MOST_UNITS = i64(1) << 27;   // of a group

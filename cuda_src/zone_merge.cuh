@@ -6,7 +6,7 @@
 static constexpr int PAIRS = HEAD_DIM / 2, SPLIT = WARPS >= 2 * HEADS && PAIRS > WARP ? 2 : 1;
 static constexpr int PART_PAIRS = (PAIRS + SPLIT * WARP - 1) / (SPLIT * WARP) * WARP;  // the last part may have fewer
 using PartState = StateOf<float2, PART_PAIRS / WARP>;
-static constexpr int AT_ONCE = 20 * WARP / PART_PAIRS;  // states that are received at once: all, in most cases
+static constexpr int AT_ONCE = 20 * WARP / PART_PAIRS;  // states that are received at once
 
 // What the warps of a CTA have found, in shared memory.
 struct Found {

@@ -12,7 +12,7 @@ struct Softmax {
   float minimum[2] = {0, 0};  // what minima of values add to all channels; this and total are the lane's part
   float sums[CHUNKS][NEAR / 2][4] = {};
   int unit = HALVES;  // sums are times two to the power of it
-  bool empty = true;  // whether they are zeros
+  bool empty = true;  // whether sums are zeros
 
   // Take up the tokens first ... of a unit (below first + WARP_TOKENS and counts.total()), at least one. Values, and
   // scales and minima of those that are coded, are at `values` and `meta`.

@@ -1,7 +1,8 @@
 """What a backend may see of a store: addresses, sizes and the lengths of the moment.
 
-What does not change is a row of integers for each layer, (LAYER_SETTINGS,) i64, which kernels read:
-a structure, so to say, whose members are named below. What changes is the `Extent`.
+What does not change while tokens are decoded is a row of integers for each layer, i64, which
+kernels read: a structure of LAYER_SETTINGS, so to say, whose members are named below, and with
+zones where each head's blocks begin. What changes is the `Extent`.
 """
 
 from dataclasses import dataclass, field
@@ -14,10 +15,9 @@ LAYER_SETTINGS = 64
 
 
 def zone_settings(kv_heads: int) -> int:
-    """Integers of a layer that has zones: behind LAYER_SETTINGS is where each head's blocks begin.
+    """Integers of a layer with zones: behind LAYER_SETTINGS is where each head's blocks begin.
 
-    Heads are counted up to a multiple of 32, and one more: behind the last they begin where all
-    end.
+    Of a multiple of 32 heads, and one more: those that there are not begin where all blocks end.
     """
     return LAYER_SETTINGS + -(-kv_heads // 32) * 32 + 1
 

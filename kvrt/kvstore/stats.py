@@ -24,7 +24,8 @@ _LONG_PROMPT = 1 << 40
 class StoreStats:
     """Bytes that a store holds, by part.
 
-    `bits_per_element` counts a sealed page with all its metadata; `bytes` counts everything.
+    `bits_per_element` counts a sealed page, or a block, with all its metadata; `bytes` counts
+    everything.
     `table_bytes` are those of the page table, of tables of angles and of the kernels' settings;
     `codec_bytes` of scales measured once and of fitted tables.
     """

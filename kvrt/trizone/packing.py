@@ -79,7 +79,7 @@ class Packing(Readable):
     def _with_segment(self, zones: Zones, segment: Segment) -> Zones:
         """A layer with one more segment, which counts as what was chosen from even if empty."""
         segments = (*zones.segments, segment)
-        directory = Directory.of(segments, self.geometry.head_dim, self.ops)
+        directory = Directory.of(segments, self.ops, head_dim=self.geometry.head_dim)
         return replace(zones, segments=segments, directory=directory)
 
     def _with_queries(self, zones: Zones, queries: Queries | None, new: int, rows: int) -> Zones:

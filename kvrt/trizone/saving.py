@@ -135,7 +135,7 @@ def _layer(
         found = file.read(f"layers.{layer}.queries", _F32, tuple(empty.queries.shape))
         queries = ops.to_device(found)
     segments = tuple(_segments(file, layer, candidates, heads, dim, ops))
-    return Zones(*arrays, queries, segments, Directory.of(segments, heads, ops))
+    return Zones(*arrays, queries, segments, Directory.of(segments, ops, head_dim=dim))
 
 
 def _segments(

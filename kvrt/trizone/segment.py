@@ -109,7 +109,7 @@ class Directory:
     largest: int
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], head_dim: int, ops: Ops) -> Directory | None:
+    def of(cls, segments: Sequence[Segment], ops: Ops, *, head_dim: int) -> Directory | None:
         """The directory of all segments of a layer, sorted by head; None where nothing is kept."""
         if not any(len(segment.units) for segment in segments):
             return None

@@ -9,6 +9,7 @@ from kvrt.backends.cpu import CpuOps
 from kvrt.backends.ops import Ops
 from kvrt.kvstore import Geometry, load_store, save_store
 from tests.emulator import COMPILER
+from tests.helpers import zone_stores
 from tests.helpers.emulated_device import emulated_ops
 from tests.helpers.stores import append, contents, extend, new_store, random_tokens, read
 
@@ -41,3 +42,20 @@ def test_saved_here_loaded_there(
     append(store, TOKENS.part(150, 220))
     for mine, other in zip(read(loaded), read(store), strict=True):
         np.testing.assert_allclose(mine, other, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_loaded_zones_are_attended_as_before(gpu: Ops, tmp_path: Path, bulk: bool) -> None:
+    """A block of threads has several blocks of zones beside each other in its memory."""
+    gpu = emulated_ops(bulk)
+    store = zone_stores.filled(gpu, "rdkv:128")
+    save_store(store, tmp_path / "cache")
+    loaded = load_store(tmp_path / "cache", zone_stores.new_store(gpu, "rdkv:128")).store
+    q = np.random.default_rng(0).normal(0, 1, (4, 16)).astype(np.float32)
+    for layer in range(2):
+        found = []
+        for held in (store, loaded, store.fork()):
+            out = np.zeros_like(q)
+            gpu.attend(q, held.view(layer), 0.25, None, out)
+            found.append(out.tobytes())
+        assert len(set(found)) == 1
