@@ -127,7 +127,7 @@ KVRT_INLINE void add_lines(float (&sums)[COUNT][NEAR / 2][4], const u8* lines, i
   constexpr int AT_ONCE = WIDTH == 16 && NEAR > 8 ? (HEADS == 4 ? 8 : 4) : NEAR, PARTS_OF_NEAR = NEAR / AT_ONCE;
   const int mine = first + lane % 4;
   const u8* place = lines + lane % 4 * pitch;
-#pragma unroll 1
+#pragma unroll 1  // instructions are what limits it, more than waiting for what a round loads
   for (int done = 0; first + done < end; done += 16, place += 16 * pitch) {
     Fragments b;
     const int line = first + done + line_of_lane(lane);

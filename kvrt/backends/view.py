@@ -75,6 +75,18 @@ where the rotation has an amplitude); that of where its block of 64 begins, and 
 that."""
 
 
+def set_blocks(settings: Any, units: int, starts: Any, largest: int) -> None:
+    """Say in a layer's settings (zone_settings(heads),) i64 which blocks its zones have.
+
+    units: address of the directory; starts (heads + 1,) i64: where each head's begin in it, and
+    where all end; largest: bytes of the largest.
+    """
+    settings[ZONE_UNITS], settings[ZONE_BLOCKS], settings[ZONE_LARGEST] = units, starts[-1], largest
+    behind = settings[LAYER_SETTINGS:]
+    behind[:] = starts[-1]
+    behind[: len(starts)] = starts
+
+
 @dataclass(frozen=True)
 class Token:
     """What a decode step adds, and where: row `slot` of the sinks, or slot of the tail's ring.

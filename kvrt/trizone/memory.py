@@ -82,9 +82,6 @@ class Memory:
         """Tell the kernels where a layer's tokens are, and whether values are `rotated`."""
         settings, address = self._settings[layer], self._ops.address
         directory, queries = zones.directory, zones.queries
-        units, starts, largest = 0, np.zeros(1, np.int64), 0
-        if directory is not None:
-            units, starts, largest = address(directory.units), directory.starts, directory.largest
         values = {
             place.HEADS: self._geometry.num_kv_heads,
             place.DIM: self._geometry.head_dim,
@@ -95,13 +92,13 @@ class Memory:
             place.TAIL_VALUES: address(zones.values),
             place.FORM: POST,
             place.VALUE_HADAMARD: self.block if rotated else 0,
-            place.ZONE_UNITS: units,
-            place.ZONE_BLOCKS: starts[-1],
-            place.ZONE_LARGEST: largest,
             place.QUERIES: 0 if queries is None else address(queries),
         }
         for name, value in values.items():
             settings[name] = value
-        settings[place.LAYER_SETTINGS :] = starts[-1]
-        settings[place.LAYER_SETTINGS :][: len(starts)] = starts
+        if directory is None:
+            place.set_blocks(settings, 0, [0], 0)
+        else:
+            units = address(directory.units)
+            place.set_blocks(settings, units, directory.starts, directory.largest)
         self.settings[layer] = self._ops.to_device(settings)

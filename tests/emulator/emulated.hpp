@@ -224,16 +224,14 @@ inline unsigned __ballot_sync(unsigned, int predicate) {
   for (int i = 0; i < emulated::self().warp->size; ++i) result |= slots[i][0] << i;
   return result;
 }
-inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+template <class F>
+unsigned emulated_reduce(unsigned value, F combine) {
   auto* slots = emulated::exchange(&value, 1);
-  for (int i = 0; i < emulated::self().warp->size; ++i) value = slots[i][0] > value ? slots[i][0] : value;
+  for (int i = 0; i < emulated::self().warp->size; ++i) value = combine(value, slots[i][0]);
   return value;
 }
-inline unsigned __reduce_or_sync(unsigned, unsigned value) {
-  auto* slots = emulated::exchange(&value, 1);
-  for (int i = 0; i < emulated::self().warp->size; ++i) value |= slots[i][0];
-  return value;
-}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) { return emulated_reduce(value, [](unsigned a, unsigned b) { return b > a ? b : a; }); }
+inline unsigned __reduce_or_sync(unsigned, unsigned value) { return emulated_reduce(value, std::bit_or<unsigned>()); }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
 
@@ -393,12 +391,9 @@ inline float load_early(const float* place) { return *place; }
 inline void wait_for_previous() {}
 inline void let_next_start() {}
 
-template <class V>
-void store_relaxed(V* place, const V& v) { *place = v; }
-template <class V>
-V load_relaxed(V* place) { return *place; }
-template <class V>
-void load_relaxed_if(V& v, const V* place, u32 wanted) { if (wanted) v = *place; }
+template <class V> void store_relaxed(V* place, const V& v) { *place = v; }
+template <class V> V load_relaxed(V* place) { return *place; }
+template <class V> void load_relaxed_if(V& v, const V* place, u32 wanted) { if (wanted) v = *place; }
 }  // namespace ptx
 
 #include "bulk_copies.hpp"

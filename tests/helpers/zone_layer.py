@@ -11,15 +11,8 @@ from kvrt.backends import view as place
 from kvrt.backends.ops import Ops
 from kvrt.backends.view import Extent, PageView
 
+from .refs import hadamard_matrix
 from .zone_reference import Zones, attention, half
-
-
-def hadamard(size: int) -> np.ndarray:
-    """The matrix (size, size) of Sylvester's construction, f64."""
-    matrix = np.ones((1, 1))
-    while len(matrix) < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return matrix
 
 
 @dataclass
@@ -53,7 +46,7 @@ class ZoneLayer:
         block = int(self.view.settings[place.VALUE_HADAMARD])
         if block:
             parts = out.reshape(len(out), -1, block)
-            out = (parts @ hadamard(block) / np.sqrt(block)).reshape(out.shape)
+            out = (parts @ hadamard_matrix(block)).reshape(out.shape)
         return out
 
 
@@ -97,10 +90,7 @@ def make_layer(
     settings[[place.SINK_ROWS, place.TAIL_ROWS]] = 0, rows
     settings[[place.TAIL_KEYS, place.TAIL_VALUES]] = [ops.address(part) for part in exact]
     if len(zones.runs):
-        settings[[place.ZONE_UNITS, place.ZONE_BLOCKS]] = ops.address(units), len(zones.runs)
-        settings[place.ZONE_LARGEST] = max(map(len, zones.runs))
-        settings[place.LAYER_SETTINGS :] = len(zones.runs)
-        settings[place.LAYER_SETTINGS :][: kv_heads + 1] = zones.starts
+        place.set_blocks(settings, ops.address(units), zones.starts, max(map(len, zones.runs)))
     on_device = ops.to_device(settings)
     extent = Extent(tail_tokens=tail_tokens)
     view = PageView(extent, settings, ops.address(on_device), ("never", "never"), True)

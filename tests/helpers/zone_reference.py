@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,7 +167,9 @@ def make_zones(
     )
 
 
-def attention(q: np.ndarray, sides: list[tuple[np.ndarray, np.ndarray]], scale: float) -> Any:
+def attention(
+    q: np.ndarray, sides: Sequence[tuple[np.ndarray, np.ndarray]], scale: float
+) -> np.ndarray:
     """(heads, dim) f64 of q (heads, dim) over the keys and values (n, dim) of each KV head."""
     group = len(q) // len(sides)
     out = np.empty(q.shape)

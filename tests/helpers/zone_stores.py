@@ -3,7 +3,6 @@
 `decoded` reads blocks from their definition, bit by bit; it shares no code with the kernels.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -188,18 +187,6 @@ def kept_values(store: ZoneStore, values: np.ndarray, rotated: bool = True) -> n
     return out
 
 
-def attended(heads: list[Head], q: np.ndarray, scale: float | None = None) -> np.ndarray:
-    """Attention (heads, head_dim) f64 of one query over what KV heads hold."""
-    group, out = len(q) // len(heads), np.zeros(q.shape)
-    scale = 1 / math.sqrt(q.shape[1]) if scale is None else scale
-    for index, query in enumerate(q.astype(np.float64)):
-        keys, values = heads[index // group]
-        scores = keys @ query * scale
-        weights = np.exp(scores - scores.max())
-        out[index] = weights @ values / weights.sum()
-    return out
-
-
 def contents(store: ZoneStore) -> dict[str, str]:
     """What holds tokens: blocks, the rows of the directory, exact tokens, as hashes; counts."""
     state, host = store.parts(), store.ops.to_host
@@ -226,6 +213,18 @@ def filled(ops: Ops, spec: str = SPECS[0], steps: int = 0, **extras: Any) -> Zon
     prefill(store, PROMPT)
     append(store, OTHERS.part(0, steps))
     return store
+
+
+PROMPTS = random_prompt(300), random_prompt(150, seed=1)
+TOKENS = random_tokens(80, GEOMETRY, seed=2)
+
+
+def add_two_prompts(store: ZoneStore) -> None:
+    """PROMPTS, each with a few exact tokens behind it."""
+    prefill(store, PROMPTS[0])
+    append(store, TOKENS.part(0, 9))
+    prefill(store, PROMPTS[1])
+    append(store, TOKENS.part(9, 12))
 
 
 def same(got: list[Head], want: list[Head]) -> bool:

@@ -15,6 +15,8 @@ from kvrt.backends.ops import Ops
 from kvrt.backends.view import Extent, PageView
 from kvrt.trizone.layout import block_bytes, pack_counts
 
+from .zone_reference import attention
+
 WIDTHS = (16, 8, 4, 2)
 BLOCK = 64
 GUARD = 0xA5
@@ -309,14 +311,11 @@ def zone_view(ops: Ops, tail: Tail, packed: Packed | None) -> PageView:
         view.TAIL_VALUES: ops.address(tail.values),
         view.FORM: view.POST,
     }
-    if packed is not None:
-        given[view.ZONE_UNITS] = ops.address(packed.units)
-        given[view.ZONE_BLOCKS] = len(packed.sizes)
-        given[view.ZONE_LARGEST] = max(packed.sizes, default=0)
-        settings[view.LAYER_SETTINGS :] = len(packed.sizes)
-        settings[view.LAYER_SETTINGS :][: heads + 1] = packed.starts
     for name, value in given.items():
         settings[name] = value
+    if packed is not None:
+        units, largest = ops.address(packed.units), max(packed.sizes, default=0)
+        view.set_blocks(settings, units, packed.starts, largest)
     on_device = ops.to_device(settings)
     extent = Extent(tail_tokens=tail.count)
     return PageView(extent, on_device, ops.address(on_device), ("never", "never"), True)
@@ -326,17 +325,12 @@ def attended_zones(
     q: np.ndarray, segments: Sequence[Segment], tail: tuple[np.ndarray, np.ndarray], scale: float
 ) -> np.ndarray:
     """Attention in float64 of q (heads, dim) over what blocks and tail (kv_heads, n, dim) mean."""
-    heads, dim = q.shape
-    kv_heads = segments[0].keys.shape[1]
-    out = np.zeros((heads, dim))
     blocks = reference_blocks(segments)
     units = units_of(segments)
-    for head in range(heads):
-        kv_head = head // (heads // kv_heads)
-        own = [b for unit, b in zip(units, blocks, strict=True) if unit.head == kv_head]
-        keys = np.concatenate([*(b.keys for b in own), tail[0][kv_head]]).astype(np.float64)
-        values = np.concatenate([*(b.values for b in own), tail[1][kv_head]]).astype(np.float64)
-        logits = keys @ q[head].astype(np.float64) * scale
-        weights = np.exp(logits - logits.max())
-        out[head] = weights @ values / weights.sum()
-    return out
+    sides = []
+    for head in range(segments[0].keys.shape[1]):
+        own = [b for unit, b in zip(units, blocks, strict=True) if unit.head == head]
+        keys = np.concatenate([*(b.keys for b in own), tail[0][head]]).astype(np.float64)
+        values = np.concatenate([*(b.values for b in own), tail[1][head]]).astype(np.float64)
+        sides.append((keys, values))
+    return attention(q, sides, scale)

@@ -28,11 +28,11 @@ from tests.helpers.compare import assert_close
 from tests.helpers.refs import hadamard_matrix
 from tests.helpers.stores import Tokens, append, attend, extend, queries
 from tests.helpers.tolerances import tolerance
+from tests.helpers.zone_reference import attention
 from tests.helpers.zone_stores import (
     SPECS,
     Head,
     Prompt,
-    attended,
     compress_layer,
     decoded,
     kept_values,
@@ -218,7 +218,12 @@ class ZoneMachine(RuleBasedStateMachine):
             if self.length:
                 q = queries(1, 4, 16)[0]
                 got = attend(self.store, q, layer, scale=0.25)
-                assert_close(got, attended(held, q), tolerance("attend", "f32"), "attention")
+                assert_close(
+                    got,
+                    attention(q, held, 0.25),
+                    tolerance("attend", "f32"),
+                    "attention",
+                )
 
 
 def test_any_sequence_of_calls(ops: CpuOps) -> None:

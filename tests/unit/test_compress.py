@@ -13,10 +13,10 @@ from tests.helpers.compare import assert_close
 from tests.helpers.stores import attend, extend, queries
 from tests.helpers.tolerances import tolerance
 from tests.helpers.zone_oracle import compressed, runs, whole_bytes
+from tests.helpers.zone_reference import attention
 from tests.helpers.zone_stores import (
     GEOMETRY,
     SPECS,
-    attended,
     held_by,
     kept_values,
     new_store,
@@ -125,7 +125,9 @@ def assert_reads(store: ZoneStore, heads: int) -> None:
         dim = store.geometry.head_dim
         for q in queries(3, heads, dim):
             got = attend(store, q, layer, scale=dim**-0.5)
-            assert_close(got, attended(expected, q), tolerance("attend", "f32"), "attention")
+            assert_close(
+                got, attention(q, expected, dim**-0.5), tolerance("attend", "f32"), "attention"
+            )
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -11,29 +11,19 @@ from kvrt.backends.cpu import CpuOps
 from kvrt.errors import KvrtError, StorageError
 from kvrt.kvstore import load_store, save_store
 from kvrt.trizone.store import ZoneStore
-from tests.helpers.stores import append, random_tokens
 from tests.helpers.zone_files import File
 from tests.helpers.zone_stores import (
-    GEOMETRY,
+    add_two_prompts,
     contents,
     held_by,
     new_store,
-    prefill,
-    random_prompt,
     read_heads,
 )
 
-FIRST, SECOND = random_prompt(300), random_prompt(150, seed=1)
-TOKENS = random_tokens(12, GEOMETRY, seed=2)
-
 
 def lived(ops: CpuOps) -> ZoneStore:
-    """Two prompts, each with a few exact tokens behind it."""
     store = new_store(ops)
-    prefill(store, FIRST)
-    append(store, TOKENS.part(0, 9))
-    prefill(store, SECOND)
-    append(store, TOKENS.part(9, 12))
+    add_two_prompts(store)
     return store
 
 

@@ -14,34 +14,28 @@ from kvrt.kvstore import Geometry, load_store, save_store
 from kvrt.trizone.store import ZoneStore
 from tests.helpers import stores as pages
 from tests.helpers.codecs import rotary_for
-from tests.helpers.stores import append, attend, extend, queries, random_tokens
+from tests.helpers.stores import append, attend, extend, queries
 from tests.helpers.zone_stores import (
     GEOMETRY,
+    PROMPTS,
     SPECS,
+    TOKENS,
+    add_two_prompts,
     contents,
     new_store,
     prefill,
-    random_prompt,
     read_heads,
 )
 
-FIRST, SECOND = random_prompt(300), random_prompt(150, seed=1)
-TOKENS = random_tokens(80, GEOMETRY, seed=2)
+FIRST, SECOND = PROMPTS
 
 
 def empty(store: ZoneStore) -> None:
     pass
 
 
-def twice(store: ZoneStore) -> None:
-    prefill(store, FIRST)
-    append(store, TOKENS.part(0, 9))
-    prefill(store, SECOND)
-    append(store, TOKENS.part(9, 12))
-
-
 def cut(store: ZoneStore) -> None:
-    twice(store)
+    add_two_prompts(store)
     store.truncate(store.parts().frozen)
 
 
@@ -49,9 +43,9 @@ LIVES: dict[str, Callable[[ZoneStore], None]] = {
     "empty": empty,
     "exact": lambda store: extend(store, TOKENS.part(0, 30)),
     "one prompt": lambda store: prefill(store, FIRST),
-    "two prompts": twice,
+    "two prompts": add_two_prompts,
     "two prompts, cut": cut,
-    "cleared": lambda store: (twice(store), store.clear(), prefill(store, SECOND))[0],
+    "cleared": lambda store: (add_two_prompts(store), store.clear(), prefill(store, SECOND))[0],
 }
 
 
