@@ -1,18 +1,25 @@
-"""`kvrt calibrate`: fit the tables that non-uniform cache formats need, from texts."""
+"""`kvrt calibrate`: fit the tables and codebooks that some cache formats need, from texts."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import UsageError
-from .console import emit, emit_json, format_bytes, read_text_file, user_path
+from ..lookup_text import lookup_text
+from .console import emit, emit_json, format_bytes, note, read_text_file, user_path
 from .device_options import common_options
 from .options import ModelChoice, open_model
 
-CODECS = ("nuq",)
+_CHARACTERS = 2
+"""Of the made-up text, for each token to read, of which half are of it: a token has 2.3 or more."""
+
+if TYPE_CHECKING:
+    from ..calibrate_codebooks import BookOptions, BookReport
 
 
 @click.command("calibrate")
@@ -22,7 +29,10 @@ CODECS = ("nuq",)
     "--text", "texts", multiple=True, required=True, metavar="FILE",
     help="A UTF-8 text like those the model will read. May be repeated.",
 )  # fmt: skip
-@click.option("--codec", default="nuq", show_default=True, metavar="NAME", help="What to fit: nuq.")
+@click.option(
+    "--codec", default="nuq", show_default=True, metavar="NAME",
+    help="What to fit: nuq, or what a cache format needs, such as vq2.",
+)  # fmt: skip
 @click.option(
     "-o", "--output", required=True, metavar="FILE", help="The safetensors file to write."
 )
@@ -34,6 +44,19 @@ CODECS = ("nuq",)
     "--context", type=click.IntRange(min=64), default=2048, show_default=True, metavar="N",
     help="In windows of so many tokens.",
 )  # fmt: skip
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, metavar="N",
+    help="Of codebooks, which begin at random.",
+)  # fmt: skip
+@click.option(
+    "--simvq", is_flag=True,
+    help="Keep projections instead of codebooks: a smaller file, less exact.",
+)  # fmt: skip
+@click.option("--even", is_flag=True, help="Codebooks: all tokens count alike, not by attention.")
+@click.option(
+    "--prose", is_flag=True,
+    help="Codebooks: of the texts alone, not half of made-up lists of keys and numbers.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @common_options
 def command(
@@ -44,22 +67,25 @@ def command(
     output: str,
     tokens: int,
     context: int,
+    seed: int,
+    simvq: bool,
+    even: bool,
+    prose: bool,
     as_json: bool,
     device: str | None,
     threads: int | None,
     verbose: bool,
 ) -> None:
-    """Fit thresholds and levels of the nuq formats to MODEL (default: smollm2).
+    """Fit tables of nuq formats, or codebooks of vq formats, to MODEL (default: smollm2).
 
-    --calibration uses the file; as calibration.safetensors in the model's folder it is found by
-    itself.
+    --calibration uses the file; as calibration.safetensors, or calibration-ANYTHING.safetensors,
+    in the model's folder it is found by itself.
     """
     if name is not None and model is not None:
         raise UsageError(
             f"MODEL is given twice: {name!r} and with -m; each further text takes a --text"
         )
-    if codec not in CODECS:
-        raise UsageError(f"--codec: {codec!r} needs no calibration that kvrt can make; nuq does")
+    books = _books(codec, seed, simvq, even, prose)
     target = Path(user_path(output, "-o"))
     if not target.resolve().parent.is_dir():
         raise UsageError(f"-o: the folder of {target} does not exist")
@@ -80,25 +106,70 @@ def command(
             f"{loaded.max_context:,}"
         )
     documents = [loaded.tokenizer.encode(text) for text in contents]
+    lookup: list[int] = []
+    if books is not None and not prose:
+        made_up = lookup_text("\n".join(contents), _CHARACTERS * tokens, seed)
+        lookup = loaded.tokenizer.encode(made_up)
     digests = [hashlib.sha256(text.encode()).hexdigest() for text in contents]
 
     from ..calibrate import calibrate
+    from ..generate import cache_geometry
     from .progress import console_progress
+
+    if books is not None:
+        books.spec.check(cache_geometry(loaded.config))
 
     def amount(count: int) -> str:
         return f"{count:,}"
 
+    reports: list[BookReport] = []
     with console_progress(amount) as progress:
         made = calibrate(
-            loaded, documents, digests, tokens=tokens, context=context, progress=progress
-        )
+            loaded, documents, digests, tokens=tokens, context=context, lookup=lookup, books=books,
+            report=reports.append, progress=progress,
+        )  # fmt: skip
     made.save(target)
     size = target.stat().st_size
+    for report in reports:
+        note(f"kvrt: {_told(report)}")
     if as_json:
-        facts = {"path": str(target), "tokens": made.origin.tokens}
-        emit_json({**facts, "fingerprint": made.fingerprint, "bytes": size})
+        facts: dict[str, Any] = {"path": str(target), "tokens": made.origin.tokens}
+        facts |= {"fingerprint": made.fingerprint, "bytes": size}
+        emit_json(facts | ({"codebooks": [asdict(report) for report in reports]} if books else {}))
     else:
         emit(
             f"{target}: {made.origin.tokens:,} tokens, codebooks {made.fingerprint[:12]}, "
             f"{format_bytes(size)}\n"
         )
+
+
+def _books(codec: str, seed: int, simvq: bool, even: bool, prose: bool) -> BookOptions | None:
+    """What to fit besides, or instead of, the tables of nuq. Raises UsageError."""
+    from ..calibrate_codebooks import BookOptions
+    from ..kvstore import KVSpec
+
+    if codec == "nuq":
+        for flag, given in (("--simvq", simvq), ("--even", even), ("--prose", prose)):
+            if given:
+                raise UsageError(f"{flag} is for codebooks, and --codec nuq has none")
+        return None
+    try:
+        spec = KVSpec.parse(codec)
+    except UsageError as error:
+        raise UsageError(f"--codec: expected nuq or a cache format: {error}") from None
+    if not spec.calibrated:
+        raise UsageError(
+            f"--codec: {codec!r} needs no calibration; nuq does, and formats such as vq2"
+        )
+    return BookOptions(spec, seed, simvq, weighted=not even)
+
+
+def _told(report: BookReport) -> str:
+    """How codebooks came out, in a line."""
+    last = len(report.errors) - 1
+    shown = sorted({stage for stage in (0, 1, 3, 7, 15, 31) if stage < last} | {last})
+    errors = ", ".join(f"{report.errors[stage]:.4f} after {stage + 1}" for stage in shown)
+    return (
+        f"{report.name}: error {errors} stage{'s' * (last > 0)}; "
+        f"{min(report.used):.0%} to {max(report.used):.0%} of the entries used"
+    )

@@ -16,10 +16,11 @@ from .kv_options import kv_list_options, resolve_formats
 from .widths import width_fields, width_lines
 
 if TYPE_CHECKING:
-    from ..kvstore import KVSpec
+    from ..kvstore import Geometry, KVSpec
     from ..saved_conversation import SavedConversation
 
 DEFAULT_FORMATS = ("f16",)
+COMPARED = ("f16", "kivi2")
 
 
 @click.command("info")
@@ -60,7 +61,7 @@ def command(
     if as_json:
         emit_json(facts)
     else:
-        lines = _lines(facts, full_bytes)
+        lines = _lines(facts, full_bytes) + _about_codebooks(facts["kv"])
         if any(spec.compression is not None for spec in specs):
             lines += _about_budgets(facts["max_context"])
         emit("\n".join(lines) + "\n")
@@ -94,6 +95,7 @@ def model_facts(model: str, specs: Sequence[KVSpec]) -> tuple[dict[str, Any], li
                 "bits_per_element": bits_per_element(geometry, spec, shape.max_context),
                 "bytes_per_token": bytes_per_token(geometry, spec),
                 "fixed_bytes": fixed_bytes(geometry, spec),
+                **_smaller(geometry, spec),
             }
             for spec in specs
         ],
@@ -122,6 +124,30 @@ def _lines(facts: dict[str, Any], full_bytes: list[int]) -> list[str]:
             f"{format_bytes(row['fixed_bytes']):>12}{format_bytes(full):>16}"
         )
     return lines
+
+
+def _smaller(geometry: Geometry, spec: KVSpec) -> dict[str, Any]:
+    """From how many tokens on a format with codebooks takes less than others; None: never."""
+    from ..kvstore import KVSpec, smaller_from
+
+    if not spec.has_codebooks:
+        return {}
+    others = {name: smaller_from(geometry, spec, KVSpec.parse(name)) for name in COMPARED}
+    return {"smaller_from": others}
+
+
+def _about_codebooks(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Where formats begin to pay whose codebooks are part of what is fixed."""
+    lines = []
+    for row in rows:
+        if "smaller_from" not in row:
+            continue
+        where = [
+            f"never smaller than {name}" if tokens is None else f"than {name} from {tokens:,}"
+            for name, tokens in row["smaller_from"].items()
+        ]
+        lines.append(f"{row['spec']}: smaller, codebooks counted, {', '.join(where)} tokens on")
+    return ["", *lines] if lines else []
 
 
 def _about_budgets(context: int) -> list[str]:

@@ -72,7 +72,7 @@ def calibration_option(function: Function) -> Function:
         "--calibration",
         metavar="FILE",
         callback=_path,
-        help="Tables for nuq formats, written by `kvrt calibrate`.",
+        help="Tables and codebooks for nuq and vq formats, from `kvrt calibrate`.",
     )(function)
 
 

@@ -11,13 +11,13 @@ output by a * d, projected: values count by a^2 and by the norm of the output pr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .backends.ops import PAGE_TOKENS
+from .calibrate_codebooks import BOOK_SAMPLE_BYTES, BookOptions, BookTrainer, Report, ignored
+from .calibrate_sample import SAMPLE_BYTES, LayerSample, collect, in_form
 from .calibration import (
     BITS,
     ROPES,
@@ -27,6 +27,7 @@ from .calibration import (
     expected_tensors,
     middle_and_half,
 )
+from .calibration_parts import NUQ, needed_parts
 from .generate import cache_geometry
 from .kvstore.codecs import Nuq
 from .kvstore.rotary import Rotary
@@ -36,31 +37,12 @@ from .progress import Progress, silent
 if TYPE_CHECKING:
     from .generate import Model
     from .kvstore import Geometry
-    from .kvstore.grammar import Rope
-
-SAMPLE_BYTES = 256 << 20
-"""Keys and values that are kept for the fit: f16, evenly spread over the text."""
-
-_QUERIES = 256
-"""So many queries of a window, evenly spread, say which tokens attention looks at."""
 
 _REFINED = 1024
 """So many tokens refine the levels of values."""
 
 _NORMAL_TOKENS = 2048
 """Quantiles that stand for the keys of `normal_calibration`."""
-
-
-@dataclass
-class _Layer:
-    """What a text leaves behind in one layer; lists have an array for each window."""
-
-    keys: list[np.ndarray] = field(default_factory=list)  # (n, kv_heads, head_dim) f16, after RoPE
-    values: list[np.ndarray] = field(default_factory=list)  # (n, kv_heads, head_dim) f16
-    received: list[np.ndarray] = field(default_factory=list)  # (n, kv_heads) f32: sums of a
-    squared: list[np.ndarray] = field(default_factory=list)  # (n, heads) f32: sums of a^2
-    alone: list[np.ndarray] = field(default_factory=list)  # (heads,): means over queries of sum a^2
-    queries: list[np.ndarray] = field(default_factory=list)  # (heads, head_dim): means of q^2
 
 
 def calibrate(
@@ -70,45 +52,54 @@ def calibrate(
     *,
     tokens: int = 16_384,
     context: int = 2048,
+    lookup: Sequence[int] = (),
+    books: BookOptions | None = None,
+    report: Report = ignored,
     progress: Progress = silent,
 ) -> Calibration:
     """Fit a calibration of a model on windows of `context` tokens, `tokens` of them at most.
 
     `documents` are token ids of each text, `texts` their sha256; the windows are evenly spread over
-    them. The first token of a window, which attention uses as a sink, is left out. Raises
-    UsageError where no window is filled.
+    them. The first token of a window, which attention uses as a sink, is left out. It has the
+    tables of nuq, or what the format of `books` needs; `report` is told how each codebook came out.
+    `lookup` are token ids of a further text, of which half of the windows are (`lookup_text`).
+    Raises UsageError where no window is filled.
     """
     from threadpoolctl import threadpool_limits
 
-    from .evaluate import cut_windows
-
-    windows = cut_windows(documents, context)
-    count = max(1, min(len(windows), tokens // context))
-    windows = windows[(np.arange(count) * 2 + 1) * len(windows) // (2 * count)]  # (count, context)
     geometry = cache_geometry(model.config)
-    per_token = 4 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim
-    stride = -(-windows.size * per_token // SAMPLE_BYTES)
-    # From the second token on; an odd stride meets every offset in a page.
-    kept = np.arange(1, context, stride // 2 * 2 + 1)  # (n,) positions
-    layers = [_Layer() for _ in range(geometry.num_layers)]
-    collect = _Collector(model, kept)
-    # BLAS's idle threads would spin between these small products.
-    with threadpool_limits(1, user_api="blas"):
-        for number, ids in enumerate(windows):
-            progress("read", number * context, windows.size)
-            model.decoder.trace(ids, lambda index, *parts: collect(layers[index], index, *parts))
-        progress("read", windows.size, windows.size)
-        positions = np.tile(kept, count)
-        tensors: dict[str, list[np.ndarray]] = {}
-        for index, layer in enumerate(layers):
-            progress("fit", index, len(layers))
+    trainer = None if books is None else BookTrainer(model, books, progress)
+    sample = collect(
+        model, documents, tokens=tokens, context=context, lookup=lookup,
+        sample_bytes=SAMPLE_BYTES if trainer is None else BOOK_SAMPLE_BYTES,
+        transformed=() if trainer is None else trainer.transformed,
+        progress=progress,
+    )  # fmt: skip
+    wants_nuq = books is None or NUQ in needed_parts(books.spec, geometry)
+    tensors: dict[str, list[np.ndarray]] = {}
+    for index, layer in enumerate(sample.layers):
+        if trainer is None:
+            progress("fit", index, len(sample.layers))
+        if wants_nuq:
             gains = np.square(model.decoder.output_gains(index))  # (heads, head_dim) f32
-            for name, array in _fit_layer(layer, gains, model.decoder.rotary, positions):
+            # BLAS's idle threads would spin between these small products.
+            with threadpool_limits(1, user_api="blas"):
+                for name, array in _fit_layer(layer, gains, model.decoder.rotary, sample.positions):
+                    tensors.setdefault(name, []).append(array)
+        if trainer is not None:
+            for name, array in trainer.fit(layer, sample.positions):
                 tensors.setdefault(name, []).append(array)
-            layers[index] = _Layer()  # its sample is not needed any more
-        progress("fit", len(layers), len(layers))
-    origin = Origin(model.name, model.fingerprint, geometry, tuple(texts), windows.size)
-    return Calibration(origin, {name: np.stack(parts) for name, parts in tensors.items()})
+        sample.layers[index] = LayerSample()  # what it held is not needed any more
+    seeds = {}
+    if trainer is None:
+        progress("fit", len(sample.layers), len(sample.layers))
+    else:
+        seeds = trainer.seeds
+        for found in trainer.reports():
+            report(found)
+    origin = Origin(model.name, model.fingerprint, geometry, tuple(texts), sample.tokens)
+    stacked = {name: np.stack(parts) for name, parts in tensors.items()}
+    return Calibration(origin, stacked, seeds=seeds)
 
 
 def normal_calibration(model: str, model_fingerprint: str, geometry: Geometry) -> Calibration:
@@ -137,62 +128,8 @@ def _normal_quantiles(count: int) -> np.ndarray:
     return np.array([inverse((i + 0.5) / count) for i in range(count)], np.float32)
 
 
-class _Collector:
-    """Adds to a layer what `Decoder.trace` shows of a window; `kept` are the sampled positions."""
-
-    def __init__(self, model: Model, kept: np.ndarray):
-        config, decoder = model.config, model.decoder
-        self._to_host = model.ops.to_host
-        self._windows = config.windows
-        self._kept = kept
-        self._rotary = decoder.rotary
-        biases = decoder.key_biases if config.has_constant_key_bias else None
-        self._biases = None if biases is None else [self._to_host(bias) for bias in biases]
-
-    def __call__(self, layer: _Layer, index: int, q: Any, k: Any, v: Any) -> None:
-        """q (n, heads, head_dim), k, v (n, kv_heads, head_dim) f32, after RoPE."""
-        q, k, v = (self._to_host(part) for part in (q, k, v))
-        keys = k[self._kept]
-        if self._biases is not None:  # caches leave it out of what they pack
-            bias = np.broadcast_to(self._biases[index], keys.shape)
-            keys = keys - self._rotary.rotate(bias, self._kept)
-        layer.keys.append(keys.astype(np.float16))
-        layer.values.append(v[self._kept].astype(np.float16))
-        layer.queries.append(np.square(q).mean(0, dtype=np.float64))
-        received, squared, alone = _attention(q, k, self._windows[index])
-        layer.received.append(received[self._kept])
-        layer.squared.append(squared[self._kept])
-        layer.alone.append(alone)
-
-
-def _attention(
-    q: np.ndarray, k: np.ndarray, window: int | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What some of the queries q (n, heads, head_dim) make of the keys k (n, kv_heads, head_dim).
-
-    Sums over queries of the attention a that a token gets, over the queries of its KV head too,
-    (n, kv_heads) f32; of a^2, (n, heads) f32; and the mean over queries of the sum of a^2 over all
-    tokens but the first, (heads,) f32.
-    """
-    n, heads, dim = q.shape
-    group = heads // k.shape[1]
-    asking = np.arange(n - 1, 0, -max(1, n // _QUERIES))  # (queries,) positions
-    distance = asking[:, None] - np.arange(n)  # (queries, n)
-    hidden = (distance < 0) | (distance >= (window or n))
-    received = np.zeros((n, k.shape[1]), np.float32)
-    squared = np.empty((n, heads), np.float32)
-    for head in range(heads):
-        scores = q[asking, head] @ k[:, head // group].T / np.float32(np.sqrt(dim))
-        scores[hidden] = -np.inf
-        weights = np.exp(scores - scores.max(-1, keepdims=True))  # (queries, n)
-        weights /= weights.sum(-1, keepdims=True)
-        received[:, head // group] += weights.sum(0)
-        squared[:, head] = np.square(weights).sum(0)
-    return received, squared, squared[1:].sum(0) / len(asking)
-
-
 def _fit_layer(
-    layer: _Layer, gains: np.ndarray, rotary: Rotary, positions: np.ndarray
+    layer: LayerSample, gains: np.ndarray, rotary: Rotary, positions: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of one layer, by name; see `calibration`. gains (heads, head_dim)."""
     keys = np.concatenate(layer.keys).astype(np.float32)  # (n, kv_heads, head_dim)
@@ -208,21 +145,11 @@ def _fit_layer(
     pairs = (queries + np.roll(queries, dim // 2, -1)) / 2
     for rope in ROPES:
         by_channel = (queries if rope == "post" else pairs).astype(np.float32)
-        turned = _in_form(keys, rope, rotary, positions)
+        turned = in_form(keys, rope, rotary, positions)
         yield from _fit_keys(f"k.{rope}", turned, received[:, :, None] * by_channel)
     gains = gains.reshape(by_group)  # (kv_heads, group, head_dim)
     importance = np.einsum("nkg,kgd->nkd", squared.reshape(len(keys), kv_heads, -1), gains)
     yield from _fit_values(values, importance, gains.sum(1), float(np.clip(alone.mean(), 0.02, 1)))
-
-
-def _in_form(keys: np.ndarray, rope: Rope, rotary: Rotary, positions: np.ndarray) -> np.ndarray:
-    """keys (n, kv_heads, head_dim) f32, kept after RoPE, in one of the three forms."""
-    if rope == "post":
-        return keys
-    if rope == "pre":
-        return rotary.rotate(keys, positions, inverse=True)
-    turned = Rotary(rotary.frequencies)  # the amplitude stays with the offset in the page
-    return turned.rotate(keys, positions // PAGE_TOKENS * PAGE_TOKENS, inverse=True)
 
 
 def _fit_keys(name: str, keys: np.ndarray, weights: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:

@@ -1,7 +1,8 @@
-"""What non-uniform cache formats learnt of a model beforehand, and the file that keeps it.
+"""What cache formats learnt of a model beforehand: a calibration, made by `kvrt calibrate`.
 
-A calibration is a safetensors file. Its metadata say which model it belongs to and what it was
-made of; `fingerprint`, the sha256 of all tensors, tells codebooks apart. Of every layer it has:
+It says which model it belongs to and what it was made of; `fingerprint` tells calibrations apart.
+Its tensors are of some parts (`calibration_parts`): codebooks, and the tables of nuq, of every
+layer
 
 - `k.sensitivity`, `v.sensitivity` (num_kv_heads, head_dim) f32: how much an error of a channel
   matters: E[q_c^2] for keys, for values the squared norm of the output projection's column, each
@@ -16,37 +17,52 @@ made of; `fingerprint`, the sha256 of all tensors, tells codebooks apart. Of eve
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from .errors import StorageError, UnsupportedError, UsageError
+from .calibration_parts import (
+    BITS,
+    NUQ,
+    ROPES,
+    SHARES,
+    Kind,
+    book_name,
+    expected_tensors,
+    stored_parts,
+)
+from .errors import CodecError, UnsupportedError
 from .fields import shown
+from .kvstore.codecs import VqBooks
 from .kvstore.layout import Geometry
-from .paths import storage_error
 
 if TYPE_CHECKING:
-    from .kvstore.codecs import Nuq
+    from .kvstore.codecs import Nuq, Vq
     from .kvstore.grammar import Rope
 
-FORMAT = "kvrt-calibration"
-VERSION = "1"
+__all__ = [
+    "BITS",
+    "FILE_NAME",
+    "ROPES",
+    "SHARES",
+    "Calibration",
+    "Fitted",
+    "NuqTables",
+    "Origin",
+    "Rope",
+    "expected_tensors",
+    "middle_and_half",
+]
+
 FILE_NAME = "calibration.safetensors"
 """Name of the calibration of a model, in the model's folder."""
 
-ROPES: tuple[Rope, ...] = ("post", "page", "pre")
-SHARES = ("0%", "1%")
-BITS = (2, 3, 4)
-
 WIDENING = 1.001
 """Thresholds are widened so that a number that made one is not outside of it by a rounding."""
-
-_LIMIT = 1 << 30  # bytes of a file that are read at most
 
 
 @dataclass(frozen=True)
@@ -62,6 +78,16 @@ class NuqTables:
     half: np.ndarray | None = None
 
 
+class Fitted(Protocol):
+    """What was fitted to a model, as codecs ask for it: a `Calibration`, or parts of several."""
+
+    def tables(self, layer: int, is_value: bool, codec: Nuq, rope: Rope = "post") -> NuqTables: ...
+
+    def books(
+        self, layer: int, is_value: bool, codec: Vq, rope: Rope = "post", had: bool = False
+    ) -> VqBooks: ...
+
+
 @dataclass(frozen=True)
 class Origin:
     """What a calibration belongs to and was made of."""
@@ -72,37 +98,33 @@ class Origin:
     texts: tuple[str, ...]  # sha256 of each text
     tokens: int
 
-
-def expected_tensors(geometry: Geometry) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """The tensors of a file: name -> (shape, dtype)."""
-    layers = geometry.num_layers
-    channels = (layers, geometry.num_kv_heads, geometry.head_dim)
-    f16, f32 = np.dtype(np.float16), np.dtype(np.float32)
-    result: dict[str, tuple[tuple[int, ...], np.dtype]] = {
-        "k.sensitivity": (channels, f32),
-        "v.sensitivity": (channels, f32),
-    }
-    sides = [f"k.{rope}" for rope in ROPES]
-    for share in SHARES:
-        for side in sides:
-            result |= {f"{side}.{share}.{end}": (channels, f16) for end in ("low", "high")}
-        for side in (*sides, "v"):
-            for bits in BITS:
-                for kind in ("levels", "read_levels"):
-                    result[f"{side}.{share}.{bits}.{kind}"] = ((layers, 2**bits), f32)
-    return result
+    def check(self, model_fingerprint: str, geometry: Geometry, where: str) -> None:
+        """Raise UnsupportedError unless it is of this model; `where` names what is checked."""
+        mine, other = _shape(self.geometry), _shape(geometry)
+        if mine != other:
+            raise UnsupportedError(
+                f"{where}: made for {_described(mine)}, this model has {_described(other)}"
+            )
+        if self.model_fingerprint != model_fingerprint:
+            raise UnsupportedError(
+                f"{where}: made for other weights ({shown(self.model)}, "
+                f"{self.model_fingerprint[:12]}), this model is {model_fingerprint[:12]}"
+            )
 
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Where numbers of each layer lie, fitted by `kvrt calibrate`; `tensors` as the module says.
+    """Parts of what `kvrt calibrate` fitted; `tensors` as the module says.
 
-    `where` names it in messages: its file.
+    `where` names it in messages: its file. `seeds`: of SimVQ's codebooks, by part. `digests`: the
+    sha256 of each tensor, also of those that were left in the file.
     """
 
     origin: Origin
     tensors: Mapping[str, np.ndarray]
     where: str = "the calibration"
+    seeds: Mapping[str, int] = field(default_factory=dict)
+    digests: Mapping[str, str] | None = None
 
     @classmethod
     def open(cls, path: Path) -> Calibration:
@@ -111,52 +133,35 @@ class Calibration:
         Raises UsageError where there is none, UnsupportedError for another version, StorageError
         for a file that cannot be read, is damaged, or is no calibration.
         """
-        header, tensors = _read(path)
-        origin, digest = _origin(path, header)
-        found = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        expected = expected_tensors(origin.geometry)
-        if found != expected:
-            wrong = next(n for n in (*expected, *found) if found.get(n) != expected.get(n))
-            raise StorageError(
-                f"{path}: tensor {shown(wrong)} is {_spelled(found.get(wrong))}, "
-                f"expected {_spelled(expected.get(wrong))}"
-            )
-        result = cls(origin, tensors, str(path))
-        if result.fingerprint != digest:
-            raise StorageError(f"{path}: damaged, the tensors are not those it was written with")
-        if not all(np.isfinite(tensor).all() for tensor in tensors.values()):
-            raise StorageError(f"{path}: holds numbers that are not finite")
-        return result
+        from .calibration_file import CalibrationFile
+
+        file = CalibrationFile.open(path)
+        return file.read(file.parts)
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all. Raises StorageError."""
-        from .tensor_file import Tensor, write_tensors
+        from .calibration_file import write
 
-        origin, geometry = self.origin, self.origin.geometry
-        header = {
-            "format": FORMAT,
-            "version": VERSION,
-            "model": origin.model,
-            "model_fingerprint": origin.model_fingerprint,
-            "num_layers": str(geometry.num_layers),
-            "num_kv_heads": str(geometry.num_kv_heads),
-            "head_dim": str(geometry.head_dim),
-            "texts": json.dumps(origin.texts),
-            "tokens": str(origin.tokens),
-            "fingerprint": self.fingerprint,
-        }
-        tensors = {name: Tensor.of(array) for name, array in sorted(self.tensors.items())}
-        write_tensors(path, header, tensors)
+        write(self, path)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The parts it has, and how many stages of them (0 of nuq)."""
+        return stored_parts(kinds_of(self.tensors))
 
     @cached_property
     def fingerprint(self) -> str:
-        """The sha256 of the tensors, in hex: the hash of the codebooks."""
-        digest = hashlib.sha256()
-        for name in sorted(self.tensors):
-            tensor = np.ascontiguousarray(self.tensors[name])
-            digest.update(f"\n{name} {tensor.dtype.name} {tensor.shape}\n".encode())
-            digest.update(tensor.tobytes())
-        return digest.hexdigest()
+        """The hash of the tensors, in hex, in the file and not: what tells calibrations apart."""
+        if self.digests is None and set(self.parts) <= {NUQ}:
+            return _plain_fingerprint(self.tensors)
+        return fingerprint_of(self.all_digests, self.seeds)
+
+    @cached_property
+    def all_digests(self) -> Mapping[str, str]:
+        """The sha256 of each tensor, with its dtype and shape."""
+        if self.digests is not None:
+            return self.digests
+        return {name: digest_of(tensor) for name, tensor in self.tensors.items()}
 
     @property
     def model_fingerprint(self) -> str:
@@ -164,16 +169,7 @@ class Calibration:
 
     def check(self, model_fingerprint: str, geometry: Geometry) -> None:
         """Raise UnsupportedError unless it was made of this model."""
-        mine, other = _shape(self.origin.geometry), _shape(geometry)
-        if mine != other:
-            raise UnsupportedError(
-                f"{self.where}: made for {_described(mine)}, this model has {_described(other)}"
-            )
-        if self.model_fingerprint != model_fingerprint:
-            raise UnsupportedError(
-                f"{self.where}: made for other weights ({shown(self.origin.model)}, "
-                f"{self.model_fingerprint[:12]}), this model is {model_fingerprint[:12]}"
-            )
+        self.origin.check(model_fingerprint, geometry, self.where)
 
     def tables(self, layer: int, is_value: bool, codec: Nuq, rope: Rope = "post") -> NuqTables:
         """The tables of one layer and side; `rope` is the form of the keys."""
@@ -188,6 +184,71 @@ class Calibration:
         high = self.tensors[f"{side}.high"][layer].astype(np.float32)
         return NuqTables(levels, read_levels, *middle_and_half(low, high))
 
+    def books(
+        self, layer: int, is_value: bool, codec: Vq, rope: Rope = "post", had: bool = False
+    ) -> VqBooks:
+        """The codebooks of one layer and side, of as many stages as the codec has.
+
+        Raises CodecError where it has no such ones.
+        """
+        name = book_name(codec, is_value, rope, had)
+        head_dim = self.origin.geometry.head_dim
+        stages = codec.stages(head_dim)
+        if self.parts.get(name, 0) < stages:
+            raise CodecError(f"{self.where} has no {stages} stages of the codebooks {name}")
+        if name in self.seeds:
+            projections = self.tensors[f"{name}.w"][layer, :stages]
+            entries = _made_again(projections, self.seeds[name], codec)
+        else:
+            entries = self.tensors[f"{name}.entries"][layer, :stages]
+        if is_value:
+            return VqBooks(entries)
+        centre, scale = (self.tensors[f"{name}.{what}"][layer] for what in ("centre", "scale"))
+        if codec.grouped:
+            return VqBooks(entries, centre, scale, self.tensors[f"{name}.order"][layer])
+        return VqBooks(entries, centre, scale, codec.plain_order(*centre.shape))
+
+
+def kinds_of(tensors: Mapping[str, np.ndarray]) -> dict[str, Kind]:
+    """Shapes and dtypes."""
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+
+def _made_again(projections: np.ndarray, seed: int, codec: Vq) -> np.ndarray:
+    """Entries (stages, groups, E, d) f16 of W (stages, groups, d, d) f16."""
+    from .codebooks import simvq_entries
+
+    by_group = [
+        simvq_entries(seed, projections[:, group], codec.entries)
+        for group in range(projections.shape[1])
+    ]
+    return np.stack(by_group, axis=1)
+
+
+def digest_of(tensor: np.ndarray) -> str:
+    """The sha256 of a tensor's dtype, shape and numbers; one of many layers is read by layers."""
+    digest = hashlib.sha256(f"{tensor.dtype.name} {tensor.shape}\n".encode())
+    for part in tensor if tensor.ndim else tensor[None]:
+        digest.update(np.ascontiguousarray(part).data)
+    return digest.hexdigest()
+
+
+def fingerprint_of(digests: Mapping[str, str], seeds: Mapping[str, int]) -> str:
+    """The sha256 of the names and digests of all tensors, and of seeds."""
+    lines = [f"{name} {digests[name]}\n" for name in sorted(digests)]
+    lines += [f"{name} seed {seeds[name]}\n" for name in sorted(seeds)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _plain_fingerprint(tensors: Mapping[str, np.ndarray]) -> str:
+    """The sha256 of all tensors: of calibrations of nuq alone, as it has always been."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = np.ascontiguousarray(tensors[name])
+        digest.update(f"\n{name} {tensor.dtype.name} {tensor.shape}\n".encode())
+        digest.update(tensor.tobytes())
+    return digest.hexdigest()
+
 
 def middle_and_half(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """centre and half, f32, of thresholds f32: a little wider than these, and never empty."""
@@ -198,62 +259,9 @@ def middle_and_half(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.n
     return middle, np.maximum(half, least)
 
 
-def _read(path: Path) -> tuple[Mapping[str, str], dict[str, np.ndarray]]:
-    """Metadata and tensors of a safetensors file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        size = path.stat().st_size
-        if not path.is_file() or size > _LIMIT:
-            raise StorageError(f"{path}: no calibration, expected a file made by `kvrt calibrate`")
-        if not size:
-            raise StorageError(f"{path}: empty, expected a file made by `kvrt calibrate`")
-        with safe_open(path, framework="np") as file:
-            header = file.metadata() or {}
-            if header.get("format") != FORMAT:  # before tensors of a type that NumPy lacks
-                raise StorageError(
-                    f"{path}: safetensors, but no calibration; `kvrt calibrate` makes one"
-                )
-            return header, {name: file.get_tensor(name) for name in list(file.keys())}
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file, expected a calibration") from None
-    except OSError as error:
-        raise storage_error(path, error) from None
-    except SafetensorError as error:
-        reason = " ".join(str(error).split())[:120]
-        raise StorageError(f"{path}: damaged, or no calibration: {reason}") from None
-
-
-def _origin(path: Path, header: Mapping[str, str]) -> tuple[Origin, str]:
-    """What the metadata say, and the tensors' digest."""
-    version = header.get("version")
-    if version != VERSION:
-        raise UnsupportedError(
-            f"{path}: calibration of version {shown(version)}, this kvrt reads {VERSION}; "
-            "make it again with `kvrt calibrate`"
-        )
-    try:
-        texts = json.loads(header["texts"])
-        sizes = [int(header[name]) for name in ("num_layers", "num_kv_heads", "head_dim")]
-        origin = Origin(
-            header["model"],
-            header["model_fingerprint"],
-            Geometry(sizes[0], sizes[1], sizes[2]),
-            tuple(str(text) for text in texts),
-            int(header["tokens"]),
-        )
-        return origin, header["fingerprint"]
-    except (KeyError, ValueError, TypeError, RecursionError):
-        raise StorageError(f"{path}: damaged, its metadata are incomplete") from None
-
-
 def _shape(geometry: Geometry) -> tuple[int, int, int]:
     return geometry.num_layers, geometry.num_kv_heads, geometry.head_dim
 
 
 def _described(shape: tuple[int, int, int]) -> str:
     return f"{shape[0]} layers of {shape[1]} KV heads of {shape[2]} channels"
-
-
-def _spelled(tensor: tuple[tuple[int, ...], Any] | None) -> str:
-    return "absent" if tensor is None else f"{tensor[1]} {list(tensor[0])}"

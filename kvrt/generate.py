@@ -218,13 +218,13 @@ def load(
     """Load a model folder, a pulled model by name, or "synthetic:NAME": random weights.
 
     `device` is "cpu", "cuda" or "cuda:N" (default: "cuda" where it can be used, else "cpu"); `kv`
-    names the cache format; `calibration` the file that nuq formats need, where the model has none
-    of its own; `max_context` limits the cached tokens (default: the model's own limit; memory is
-    taken as the cache grows); `threads` are the CPU's and default to all cores; `debug` has the
-    cache refuse keys and values that are not finite; `progress` is told how many bytes of weights
-    are loaded. Everything that can be refused is refused before a weight is read, also a context
-    that was asked for and has no room in a GPU's memory, unless `check_memory` is off. Raises
-    ModelNotFoundError, UsageError or UnsupportedError for a request that cannot be met,
+    names the cache format; `calibration` a file that nuq and vector-quantised formats need, where
+    the model has none of its own; `max_context` limits the cached tokens (default: the model's own
+    limit; memory is taken as the cache grows); `threads` are the CPU's and default to all cores;
+    `debug` has the cache refuse keys and values that are not finite; `progress` is told how many
+    bytes of weights are loaded. Everything that can be refused is refused before a weight is read,
+    also a context that was asked for and has no room in a GPU's memory, unless `check_memory` is
+    off. Raises ModelNotFoundError, UsageError or UnsupportedError for a request that cannot be met,
     ConfigError, WeightError or TokenizerError for a broken folder, OutOfMemoryError where memory
     ends all the same.
     """
@@ -266,7 +266,7 @@ def load(
 
     calibrations = Calibrations(source.folder, calibration, config, fingerprint)
     if spec.calibrated:
-        calibrations.get()  # what is missing is missed now
+        calibrations.get(spec)  # what is missing is missed now
     if device != "cpu":
         if check_memory:
             check_room(
@@ -345,7 +345,7 @@ def _store_maker(
         return KVStore(
             cache_geometry(config), spec, decoder.ops, limit,
             rotary=decoder.rotary, key_bias=biases,
-            calibration=calibrations.get() if spec.calibrated else None, debug=debug,
+            calibration=calibrations.get(spec) if spec.calibrated else None, debug=debug,
         )  # fmt: skip
 
     return new_store

@@ -193,7 +193,9 @@ class CacheOps:
                     scratch,
                 )  # fmt: skip
             tile_bytes = PAGE_TOKENS * dim * 4
-            scratch = self._thread_scratch(tile_bytes + cpu_store.codes_bytes(dim))
+            side = place.VALUE_SIDE if is_value else place.KEY_SIDE
+            work = int(view.settings[side + place.WORK])
+            scratch = self._thread_scratch(tile_bytes + cpu_store.codes_bytes(dim) + work)
             self.kernels.seal(
                 count * heads, 1, view.address, is_value, table, first_page, *source,
                 scratch, scratch + self.threads * tile_bytes,

@@ -15,8 +15,11 @@ from .ops import PAGE_TOKENS
 
 @jit.inline
 def codes_bytes(dim):
-    """Bytes of one head's unpacked codes, u16, and of scratch for as many packed ones."""
-    return PAGE_TOKENS * dim * 3 + 2048
+    """Bytes of one head's unpacked codes, u16, and of scratch for as many packed ones.
+
+    Small heads of many codebooks have more codes than numbers: hence the 8 KB.
+    """
+    return PAGE_TOKENS * dim * 3 + 8192
 
 
 @jit.inline
@@ -230,7 +233,7 @@ def build_seal(codecs: ModuleType) -> None:
         side = jit.array(layer + side_at * 8, (view.SIDE_SETTINGS,), np.int64)
         tile = jit.array(scratch + thread * PAGE_TOKENS * dim * 4, (PAGE_TOKENS, dim), np.float32)
         rows = dim if is_value else PAGE_TOKENS
-        codes_at = codes_at + thread * codes_bytes(dim)
+        codes_at = codes_at + thread * (codes_bytes(dim) + side[view.WORK])
         codes = jit.array(codes_at, (PAGE_TOKENS * dim // rows // 8, rows, 8), np.uint16)
         for item in range(begin, end):
             page = first_page + item // heads

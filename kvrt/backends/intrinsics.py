@@ -83,6 +83,13 @@ def _bits_to_double(typingctx: Any, bits: Any) -> Any:
     return types.float64(types.int64), codegen
 
 
+def _fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
 def _atomic_add(typingctx: Any, address: Any, amount: Any) -> Any:
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -193,4 +200,5 @@ def bind() -> None:
     jit.bits_to_float = intrinsic(_bits_to_float)
     jit.float_to_bits = intrinsic(_float_to_bits)
     jit.bits_to_double = intrinsic(_bits_to_double)
+    jit.fma = intrinsic(_fma)
     jit.atomic_add = intrinsic(_atomic_add)

@@ -70,6 +70,8 @@ bits_to_float: Any = _compiled_only
 """bits_to_float(u32): the float32 with these bits."""
 float_to_bits: Any = _compiled_only
 """float_to_bits(f32): the bits of a float32, as u32."""
+fma: Any = _compiled_only
+"""fma(a, b, c): a * b + c of float32, rounded once; loops over it vectorise."""
 atomic_add: Any = _compiled_only
 """atomic_add(address, n): add to the int64 there, give its old value."""
 address_of: Any = _compiled_only

@@ -1,4 +1,4 @@
-"""Where a model's calibration is found, and the calibrations that come with kvrt.
+"""Where a model's calibrations are found, and those that come with kvrt.
 
 smollm2.safetensors is of SmolLM2-135M-Instruct as `kvrt pull smollm2` makes it, fitted on State of
 the Union addresses (public domain).
@@ -6,24 +6,49 @@ the Union addresses (public domain).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
-from ..calibration import FILE_NAME, Calibration
+from ..calibration import FILE_NAME, Calibration, Fitted, NuqTables
+from ..calibration_file import CalibrationFile
+from ..calibration_parts import NUQ, book_name, needed_parts
 from ..errors import UnsupportedError
 from ..generate import cache_geometry
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
+    from ..kvstore import KVSpec
+    from ..kvstore.codecs import Nuq, Vq, VqBooks
+    from ..kvstore.grammar import Rope
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a format needs, each part from a calibration of its own."""
+
+    of: Mapping[str, Calibration]
+
+    def tables(self, layer: int, is_value: bool, codec: Nuq, rope: Rope = "post") -> NuqTables:
+        return self.of[NUQ].tables(layer, is_value, codec, rope)
+
+    def books(
+        self, layer: int, is_value: bool, codec: Vq, rope: Rope = "post", had: bool = False
+    ) -> VqBooks:
+        found = self.of[book_name(codec, is_value, rope, had)]
+        return found.books(layer, is_value, codec, rope, had)
 
 
 class Calibrations:
-    """The calibration of one model: the file given, else its folder's, else one of kvrt's own.
+    """The calibrations of one model: the file given, its folder's, kvrt's own.
 
-    Without a folder (random weights) it is one for normally distributed numbers: tables of the
-    right size, fitted to nothing.
+    Each part that a format needs is taken from the first file that has it: the one given, then
+    calibration.safetensors and the other calibration*.safetensors of the folder, then one that
+    comes with kvrt. Without a folder (random weights) there are tables of the right size, fitted
+    to nothing.
     """
 
     def __init__(
@@ -35,36 +60,86 @@ class Calibrations:
     ):
         self._folder = folder
         self._given = given
-        self._config = config
-        self._fingerprint = fingerprint
+        self._geometry = cache_geometry(config)
+        self._make_fingerprint = fingerprint
+        self._files: dict[Path, CalibrationFile] = {}
+        self._read: dict[str, tuple[int, Calibration]] = {}  # of each part: stages, its calibration
 
-    def get(self) -> Calibration:
-        """Open and check it, once.
+    def get(self, spec: KVSpec) -> Fitted:
+        """What a format needs; each part is opened and checked once.
 
-        Raises UnsupportedError where there is none or it belongs to another model, and what
+        Raises UnsupportedError where some is missing or belongs to another model, and what
         `Calibration.open` raises.
         """
-        return self._found
+        if self._given is None and self._folder is None:
+            return self._normal
+        needed = needed_parts(spec, self._geometry)
+        missing = [part for part, stages in needed.items() if not self._find(part, stages)]
+        if missing:
+            raise UnsupportedError(self._advice(spec, missing))
+        return Chosen({part: self._read[part][1] for part in needed})
 
     @cached_property
-    def _found(self) -> Calibration:
-        own = None if self._folder is None else self._folder / FILE_NAME
-        path = own if self._given is None else Path(self._given)
-        if path is None:
-            from ..calibrate import normal_calibration
+    def _normal(self) -> Fitted:
+        from ..normal_tables import NormalTables
 
-            geometry = cache_geometry(self._config)
-            return normal_calibration("random weights", self._fingerprint(), geometry)
-        fingerprint = self._fingerprint()
-        if self._given is not None or path.exists():
-            found = Calibration.open(path)
-            found.check(fingerprint, cache_geometry(self._config))
-            return found
+        return NormalTables(self._geometry, self._fingerprint)
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return self._make_fingerprint()
+
+    def _find(self, part: str, stages: int) -> bool:
+        """Whether some file has so many stages of a part, which is read then."""
+        if part in self._read and self._read[part][0] >= stages:
+            return True
+        for file in self._candidates():
+            held = file.parts.get(part)
+            if held is not None and held >= stages:
+                self._read[part] = held, file.read([part])
+                return True
+        return False
+
+    def _candidates(self) -> Iterator[CalibrationFile]:
+        """The files to look into, in turn; one of another model is refused, not passed over."""
+        for path in self._own_paths():
+            if path not in self._files:
+                file = CalibrationFile.open(path)
+                file.origin.check(self._fingerprint, self._geometry, str(path))
+                self._files[path] = file
+            yield self._files[path]
         for path in sorted(Path(__file__).parent.glob("*.safetensors")):
-            shipped = Calibration.open(path)
-            if shipped.model_fingerprint == fingerprint:
-                return shipped
-        raise UnsupportedError(
-            "this cache format needs a calibration of this model; "
-            f"`kvrt calibrate -m MODEL --text FILE -o {own}` makes one"
+            shipped = self._files.get(path) or CalibrationFile.open(path)
+            self._files[path] = shipped
+            if shipped.origin.model_fingerprint == self._fingerprint:
+                yield shipped
+
+    def _own_paths(self) -> Iterator[Path]:
+        if self._given is not None:
+            yield Path(self._given)
+        if self._folder is not None:
+            own = self._folder / FILE_NAME
+            others = sorted(set(self._folder.glob("calibration*.safetensors")) - {own})
+            yield from ([own] if own.exists() else [])
+            yield from others
+
+    def _advice(self, spec: KVSpec, missing: list[str]) -> str:
+        """The command that makes what is missing."""
+        codec = "" if missing == [NUQ] else f" --codec {quote(str(spec))}"
+        name = self._given
+        if self._folder is not None:
+            free = (
+                path
+                for number in range(1, 1000)
+                if not (path := self._folder / _numbered(number)).exists()
+            )
+            name = str(next(free, self._folder / FILE_NAME))
+        what = "" if missing == [NUQ] else f" with {', '.join(missing)}"
+        return (
+            f"this cache format needs a calibration of this model{what}; "
+            f"`kvrt calibrate -m MODEL --text FILE{codec} -o {name}` makes one"
         )
+
+
+def _numbered(number: int) -> str:
+    return FILE_NAME if number == 1 else FILE_NAME.replace(".", f"-{number}.")

@@ -4,7 +4,14 @@ from .layout import Geometry, PageLayout
 from .rotary import Rotary
 from .serialize import Loaded, load_store, save_store
 from .spec import PRESETS, KVSpec, Side
-from .stats import StoreStats, bits_per_element, bytes_per_token, estimate, fixed_bytes
+from .stats import (
+    StoreStats,
+    bits_per_element,
+    bytes_per_token,
+    estimate,
+    fixed_bytes,
+    smaller_from,
+)
 from .store import KVStore
 
 __all__ = [
@@ -21,6 +28,7 @@ __all__ = [
     "bytes_per_token",
     "estimate",
     "fixed_bytes",
+    "smaller_from",
     "load_store",
     "save_store",
 ]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from ..errors import UnsupportedError, UsageError
-from .codecs import Block, Dense, Fp8, IntQ, Nuq, TileCodec
+from .codecs import Block, Dense, Fp8, IntQ, Nuq, TileCodec, Vq
 
 Rope = Literal["post", "page", "pre"]
 Key = Literal["k", "v"]
@@ -29,14 +29,19 @@ NUQ_BITS = (2, 3, 4)
 DENSE = ("f32", "f16", "bf16")
 FP8 = ("e4m3", "e5m2")
 BLOCKS = ("q8_0", "q4_0")
+PQ = "pq8x256"
+RVQ_STAGES = 64
+RVQ_ENTRIES = (256, 512, 1024, 2048, 4096)
 CODEC_NAMES = (
     *DENSE,
     *FP8,
     *BLOCKS,
     *(f"int{bits}" for bits in INT_BITS),
     *(f"nuq{bits}" for bits in NUQ_BITS),
+    PQ,
 )
-CODEC_LIST = ", ".join((*DENSE, *FP8, *BLOCKS, "int2|3|4|8", "nuq2|3|4"))
+"""Of `rvq` there are too many to list."""
+CODEC_LIST = ", ".join((*DENSE, *FP8, *BLOCKS, "int2|3|4|8", "nuq2|3|4", PQ, "rvqNxE"))
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "axis": ("channel", "token"),
@@ -45,6 +50,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "norm": ("norm",),
     "outliers": ("1%",),
     "qnorm": ("qnorm",),
+    "stages": ("r1", "r2", "r3"),
+    "scaled": ("scaled",),
+    "perhead": ("perhead",),
     "rope": ("post", "page", "pre"),
     "had": ("had",),
 }
@@ -52,10 +60,14 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 _INT = ("axis", "group", "mode", "norm", "rope", "had")
 _NUQ = ("outliers", "qnorm", "rope")
+_PQ = ("stages", "perhead", "rope", "had")
+_RVQ = ("scaled", "perhead", "rope", "had")
 _BLOCK = ("rope", "had")
 _DENSE = ("rope",)
 _DECIDES = {option: what for what, options in CHOICES.items() for option in options}
 _COUNTS = ("sink", "window")
+_NUMBERED = re.compile(r"(int|nuq|pq|rvq)[0-9]*(?:x[0-9]*)?")
+_RVQ_NAME = re.compile(r"rvq([1-9][0-9]{0,7})x([1-9][0-9]{0,7})")
 _LAYERS = re.compile(r"layers\s*\[\s*([0-9]+)\s*(?:-\s*([0-9]+)\s*)?\]\s*=(.*)", re.DOTALL)
 
 
@@ -91,6 +103,11 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f", did you mean {near[0]}?" if near else ""
 
 
+def is_codec(name: str) -> bool:
+    """Whether a SIDE can begin so."""
+    return name in CODEC_NAMES or _RVQ_NAME.fullmatch(name) is not None
+
+
 def read_side(text: str, key: Key) -> SideFields:
     """Read a SIDE. Raises UsageError; UnsupportedError for what only the other side can have."""
     where = f"cache format {quoted(f'{key}={text}')}"
@@ -120,12 +137,26 @@ def _kinds(name: str, where: str) -> tuple[str, ...]:
     if name in BLOCKS or name in FP8:
         return _BLOCK
     if name in CODEC_NAMES:
-        return _INT if name.startswith("int") else _NUQ
-    match = re.fullmatch(r"(int|nuq)([0-9]*)", name)
-    if match:
-        works = INT_BITS if match[1] == "int" else NUQ_BITS
-        names = ", ".join(f"{match[1]}{bits}" for bits in works)
-        raise UsageError(f"{where}: there is no {name[:12]}, expected one of {names}")
+        return _PQ if name == PQ else _INT if name.startswith("int") else _NUQ
+    if (match := _RVQ_NAME.fullmatch(name)) is not None:
+        if int(match[1]) > RVQ_STAGES:
+            raise UsageError(
+                f"{where}: {name[:12]} has too many stages, expected 1 to {RVQ_STAGES}"
+            )
+        if int(match[2]) not in RVQ_ENTRIES:
+            sizes = ", ".join(map(str, RVQ_ENTRIES))
+            raise UsageError(
+                f"{where}: no codebooks of {match[2]} entries, expected one of {sizes}"
+            )
+        return _RVQ
+    if (match := _NUMBERED.fullmatch(name)) is not None:
+        names = {
+            "int": "one of " + ", ".join(f"int{bits}" for bits in INT_BITS),
+            "nuq": "one of " + ", ".join(f"nuq{bits}" for bits in NUQ_BITS),
+            "pq": f"{PQ}:r2",
+            "rvq": "rvqNxE, such as rvq28x1024: N stages of E entries",
+        }[match[1]]
+        raise UsageError(f"{where}: there is no {name[:12]}, expected {names}")
     raise UsageError(
         f"{where}: unknown codec {quoted(name, 24)}{did_you_mean(name, CODEC_NAMES)} "
         f"(expected one of {CODEC_LIST})"
@@ -136,6 +167,8 @@ def _not_an_option(option: str, name: str, kinds: Sequence[str]) -> str:
     takes = ", ".join("|".join(CHOICES[kind]) for kind in kinds)
     if re.fullmatch(r"g[0-9]+", option) and "group" in kinds:
         return f"no groups of {option[1:9]}, expected g32, g64 or g128"
+    if re.fullmatch(r"r[0-9]+", option) and "stages" in kinds:
+        return f"no {option[1:9]} stages, expected r1, r2 or r3"
     if option in _DECIDES:
         return f"{name} does not take {option}; its options are {takes}"
     known = [word for kind in kinds for word in CHOICES[kind]]
@@ -151,6 +184,14 @@ def _codec(name: str, given: dict[str, str], where: str) -> TileCodec:
         return Fp8(cast(Literal["e4m3", "e5m2"], name))
     if name in BLOCKS:
         return Block(cast(Literal["q8_0", "q4_0"], name))
+    if name == PQ:
+        if "stages" not in given:
+            stages = "|".join(CHOICES["stages"])
+            raise UsageError(f"{where}: {name} needs its stages ({stages}), such as {name}:r2")
+        return Vq(int(given["stages"][1:]), 256, grouped=True, perhead="perhead" in given)
+    if (match := _RVQ_NAME.fullmatch(name)) is not None:
+        own = "perhead" in given
+        return Vq(int(match[1]), int(match[2]), False, "scaled" in given, own)
     bits = int(name[3:])
     if name.startswith("nuq"):
         return Nuq(bits, "outliers" in given, "qnorm" in given)
@@ -235,7 +276,7 @@ def _pairs(
 
 
 def _hint(name: str, presets: Sequence[str], policies: Sequence[str]) -> str:
-    if name.partition(":")[0].strip() in CODEC_NAMES:
+    if is_codec(name.partition(":")[0].strip()):
         return f": this is one side, expected k={quoted(name, 24)[1:-1]},v=SIDE"
     near = did_you_mean(name, (*presets, *policies))
     near = near or did_you_mean(name.partition(":")[0], policies)

@@ -12,13 +12,13 @@ from ..backends.ops import Ops
 from ..backends.view import Extent, PageView
 from ..errors import CodecError
 from .basis import FORMS, Basis, hadamard_block
-from .codecs import IntQ, Nuq
+from .codecs import IntQ
 from .layout import Geometry
 from .spec import KVSpec
-from .stats import codec_floats, layouts, tail_rows
+from .stats import codec_bytes, layouts, tail_rows
 
 if TYPE_CHECKING:
-    from ..calibration import Calibration
+    from ..calibration import Fitted
 
 
 class Layers:
@@ -30,7 +30,7 @@ class Layers:
         spec: KVSpec,
         ops: Ops,
         basis: Basis,
-        calibration: Calibration | None,
+        calibration: Fitted | None,
     ):
         """Raises CodecError where a codec needs fitted tables and there are none."""
         self._ops = ops
@@ -42,13 +42,14 @@ class Layers:
             dtypes = [codec.exact_dtype for codec in layout.codecs]
             self._sinks.append([ops.empty((heads, spec.sink, dim), dtype) for dtype in dtypes])
             self._tail.append([ops.empty((heads, rows, dim), dtype) for dtype in dtypes])
-            floats = codec_floats(layout)
+            sizes = codec_bytes(layout)
             # Ones: what a scale is before it is measured.
-            self._states.append([ops.to_device(np.ones(state, np.float32)) for state, _ in floats])
+            states = [np.ones(state // 4, np.float32) for state, _ in sizes]
+            self._states.append([ops.to_device(state) for state in states])
             self._tables.append(
                 [
                     self._fitted(index, bool(is_value), spec, calibration, size)
-                    for is_value, (_, size) in enumerate(floats)
+                    for is_value, (_, size) in enumerate(sizes)
                 ]
             )
         rows_of_settings = [
@@ -62,18 +63,20 @@ class Layers:
         layer: int,
         is_value: bool,
         spec: KVSpec,
-        calibration: Calibration | None,
+        calibration: Fitted | None,
         size: int,
     ) -> Any:
         side = spec.sides(layer)[is_value]
-        if not isinstance(side.codec, Nuq):
+        if not side.codec.calibrated:
             return self._ops.empty((0,))
         if calibration is None:
             raise CodecError(f"cache format {side} needs a calibration; `kvrt calibrate` makes one")
-        numbers = side.codec.tables(calibration, layer, is_value, side.rope)
-        if numbers.shape != (size,):
-            raise CodecError(f"layer {layer}: {numbers.shape} fitted numbers, {side} needs {size}")
-        return self._ops.to_device(numbers)
+        table = side.codec.tables(calibration, layer, is_value, side.rope, side.had)
+        if table.nbytes != size:
+            raise CodecError(
+                f"layer {layer}: {table.nbytes} bytes of fitted tables, {side} needs {size}"
+            )
+        return self._ops.to_device(table)
 
     def _layer_settings(self, layer: int, spec: KVSpec, basis: Basis, rows: int) -> np.ndarray:
         layout, address = self._layouts[layer], self._ops.address
@@ -111,6 +114,7 @@ class Layers:
             settings[start : start + len(own)] = own
             settings[start + place.STATE] = address(states[is_value])
             settings[start + place.TABLE] = address(self._tables[layer][is_value])
+            settings[start + place.WORK] = layout.codecs[is_value].work_bytes(layout.head_dim)
         return settings
 
     def views(self, extent: Extent) -> list[PageView]:
@@ -142,7 +146,7 @@ class Layers:
 
     @property
     def table_arrays(self) -> list[Any]:
-        """Fitted tables: f32, K and V of each layer."""
+        """Fitted tables: f32 or bytes, K and V of each layer."""
         return [part for pair in self._tables for part in pair]
 
     @property

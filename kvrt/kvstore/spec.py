@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 from ..backends.ops import PAGE_TOKENS
 from ..errors import UnsupportedError, UsageError
 from . import compression as prompts
-from .codecs import Dense, IntQ, Nuq, TileCodec
+from .codecs import Dense, IntQ, Nuq, TileCodec, Vq
 from .compression import Compression
 from .grammar import (
-    CODEC_NAMES,
     MAX_LAYERS,
     MAX_TOKENS,
     Key,
     Rope,
     SpecFields,
+    is_codec,
     read_side,
     read_spec,
 )
@@ -74,7 +74,7 @@ class Side:
     def parse(cls, text: str, key: Key) -> Side:
         """Read the SIDE of keys ("k") or values ("v"). Raises UsageError, UnsupportedError."""
         cleaned = text.strip()
-        if cleaned in PRESET_TEXTS and cleaned not in CODEC_NAMES:
+        if cleaned in PRESET_TEXTS and not is_codec(cleaned):
             preset = PRESETS[cleaned]
             raise UsageError(
                 f"{cleaned} is a format of keys and values, expected one side, "
@@ -226,6 +226,11 @@ class KVSpec:
         return any(side.codec.calibrated for pair in self._pairs() for side in pair)
 
     @property
+    def has_codebooks(self) -> bool:
+        """Whether some side is vector-quantised."""
+        return any(isinstance(side.codec, Vq) for pair in self._pairs() for side in pair)
+
+    @property
     def shifts(self) -> bool:
         """Whether cached keys can move to other positions exactly: all are `pre` or `page`."""
         return all(k.rope != "post" for k, _ in self._pairs())
@@ -315,6 +320,10 @@ PRESET_TEXTS = {
     "kvrt4": "k=int4:channel:g64:had,v=int4:token:g64:had,sink=4,window=128",
     "kvrt3": "k=int3:channel:g64:had,v=int3:token:g64:had,sink=4,window=128",
     "kvrt2": "k=int3:channel:g64:had,v=int2:token:g64:had,sink=4,window=128",
+    "vq2": "k=pq8x256:r3:perhead,v=pq8x256:r1:perhead,sink=4,window=128",
+    "vq1.5": "k=pq8x256:r2:perhead,v=pq8x256:r1:perhead,sink=4,window=128",
+    "vq1": "k=pq8x256:r1:perhead,v=pq8x256:r1:perhead,sink=4,window=128",
+    "vqkv": "k=rvq56x1024:scaled,v=rvq16x512:scaled,sink=4,window=1024",
 }
 
 PRESETS: dict[str, KVSpec] = {name: KVSpec.parse(text) for name, text in PRESET_TEXTS.items()}

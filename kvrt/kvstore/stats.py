@@ -91,11 +91,11 @@ def slab_bytes(geometry: Geometry, spec: KVSpec) -> int:
     return sum(layout.page_bytes for layout in layouts(geometry, spec))
 
 
-def codec_floats(layout: PageLayout) -> list[tuple[int, int]]:
-    """f32 numbers that K and V of a layer need beside pages: (measured, fitted)."""
+def codec_bytes(layout: PageLayout) -> list[tuple[int, int]]:
+    """Bytes that K and V of a layer need beside pages: (measured, fitted)."""
     heads, dim = layout.num_kv_heads, layout.head_dim
     return [
-        (codec.state_floats(heads, dim), codec.table_floats(bool(is_value), heads, dim))
+        (4 * codec.state_floats(heads, dim), codec.table_bytes(bool(is_value), heads, dim))
         for is_value, codec in enumerate(layout.codecs)
     ]
 
@@ -123,7 +123,7 @@ def stats_for(geometry: Geometry, spec: KVSpec, tokens: int) -> StoreStats:
         return compressed_stats(geometry, spec, spec.compression, [tokens])
     pages = sealed_pages(spec, tokens)
     settings = geometry.num_layers * LAYER_SETTINGS * 8
-    floats = [codec_floats(layout) for layout in layouts(geometry, spec)]
+    beside = [codec_bytes(layout) for layout in layouts(geometry, spec)]
     return StoreStats(
         tokens=tokens,
         sealed_tokens=pages * PAGE_TOKENS,
@@ -131,7 +131,7 @@ def stats_for(geometry: Geometry, spec: KVSpec, tokens: int) -> StoreStats:
         tail_bytes=_exact_bytes(geometry, spec, tail_rows(spec)),
         sink_bytes=_exact_bytes(geometry, spec, spec.sink),
         table_bytes=table_entries(pages) * 8 + settings + _angle_bytes(geometry, spec, pages),
-        codec_bytes=4 * sum(sum(sum(pair) for pair in layer) for layer in floats),
+        codec_bytes=sum(sum(sum(pair) for pair in layer) for layer in beside),
         bits_per_element=bits_per_element(geometry, spec),
     )
 
@@ -254,6 +254,26 @@ def bytes_per_token(geometry: Geometry, spec: KVSpec) -> float:
         share = 0.0 if isinstance(budget, int) else float(budget)
         return share * EXACT_BYTES * geometry.head_dim * _heads(geometry)
     return slab_bytes(geometry, spec) / PAGE_TOKENS
+
+
+def smaller_from(geometry: Geometry, spec: KVSpec, other: KVSpec) -> int | None:
+    """Tokens from which on a store holds less than one of another format, tables and all.
+
+    None where it never does: it adds as much with each token. To within a page.
+    """
+    if bytes_per_token(geometry, spec) >= bytes_per_token(geometry, other):
+        return None
+    low, high = 0, 1
+
+    def is_smaller(tokens: int) -> bool:
+        return estimate(geometry, spec, tokens) < estimate(geometry, other, tokens)
+
+    while not is_smaller(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_smaller(middle) else (middle, high)
+    return high
 
 
 def bits_per_element(geometry: Geometry, spec: KVSpec, tokens: int = 0) -> float:

@@ -45,7 +45,7 @@ from .stats import (
 )
 
 if TYPE_CHECKING:
-    from ..calibration import Calibration
+    from ..calibration import Fitted
 
 
 GROWTH = 16
@@ -69,13 +69,13 @@ class KVStore(Savable):
         *,
         rotary: Rotary | None = None,
         key_bias: Sequence[Any] | None = None,
-        calibration: Calibration | None = None,
+        calibration: Fitted | None = None,
         debug: bool = False,
     ):
         """Allocate sinks, tail and tables; pages come as they are needed.
 
         `rotary` is needed where keys are not kept as they come (pre, page, a bias); `key_bias` has
-        an array (num_kv_heads, head_dim) f32 for each layer; `calibration` has the tables of nuq.
+        an array (num_kv_heads, head_dim) f32 for each layer; `calibration` has fitted tables.
         `debug` refuses keys and values that are not finite. Raises UnsupportedError where the
         format does not fit the geometry, CodecError where something that it needs is missing.
         """

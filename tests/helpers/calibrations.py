@@ -7,6 +7,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from kvrt.calibration import Calibration, Origin, expected_tensors
+from kvrt.calibration_parts import books_of
 from kvrt.kvstore import Geometry
 
 MODEL = "ab" * 32
@@ -40,6 +41,22 @@ def calibration_by_hand(
         name = key.replace("__", ".").replace("pct", "%")
         assert made[name].shape == tensor.shape
         made[name] = tensor.astype(made[name].dtype)
+    origin = Origin("by-hand", model, geometry, ("cd" * 32,), 4096)
+    return Calibration(origin, made)
+
+
+def books_by_hand(
+    geometry: Geometry, parts: Mapping[str, int], *, seed: int = 0, model: str = MODEL
+) -> Calibration:
+    """Codebooks alone: `parts` by name, each of so many stages, for numbers of unit spread."""
+    rng = np.random.default_rng(seed)
+    made: dict[str, np.ndarray] = {}
+    for name, stages in parts.items():
+        books = books_of(name, stages)
+        assert books is not None
+        for tensor, (shape, dtype) in books.tensors(geometry).items():
+            numbers = rng.standard_normal(shape) / 2
+            made[tensor] = (np.exp(numbers) if tensor.endswith(".scale") else numbers).astype(dtype)
     origin = Origin("by-hand", model, geometry, ("cd" * 32,), 4096)
     return Calibration(origin, made)
 

@@ -11,7 +11,7 @@ import numpy as np
 from kvrt.calibration import NuqTables
 from kvrt.errors import UnsupportedError
 from kvrt.kvstore import Geometry, KVSpec, Rotary
-from kvrt.kvstore.codecs import Dense, Nuq
+from kvrt.kvstore.codecs import Dense, Nuq, Vq, VqBooks
 
 MATRIX: tuple[str, ...] = (
     "f32",
@@ -44,6 +44,14 @@ MATRIX: tuple[str, ...] = (
     "kvquant2",
     "kvquant4:1%",
     "kvquant2:1%",
+    "k=pq8x256:r2,v=pq8x256:r1,window=100",
+    "vq2",
+    "k=rvq2x256:perhead,v=rvq3x512:perhead,sink=2",
+    "k=pq8x256:r1:page:had,v=pq8x256:r3:had,sink=4",
+    "k=pq8x256:r3:pre,v=int4:token:g32",
+    "k=rvq7x512,v=rvq3x256,sink=4,window=64",
+    "k=rvq2x4096:pre,v=rvq1x1024:had",
+    "k=rvq14x1024:scaled,v=rvq6x512:scaled,sink=4,window=100",
 )
 
 DENSE = tuple(
@@ -52,6 +60,8 @@ DENSE = tuple(
     if all(isinstance(s.codec, Dense) for layer in (0, 1) for s in KVSpec.parse(text).sides(layer))
 )
 PACKED = tuple(text for text in MATRIX if text not in DENSE)
+ON_GPU = tuple(text for text in MATRIX if "pq" not in text and "rvq" not in text)
+"""Those that a GPU's kernels read and write."""
 
 GEOMETRY = Geometry(num_layers=2, num_kv_heads=2, head_dim=64)
 """One that every format fits."""
@@ -84,6 +94,36 @@ class FittedTables:
 
     def __init__(self, geometry: Geometry):
         self._shape = (geometry.num_kv_heads, geometry.head_dim)
+
+    def books(
+        self, layer: int, is_value: bool, codec: Vq, rope: str = "post", had: bool = False
+    ) -> VqBooks:
+        """Scattered entries, of each stage smaller ones; of keys a centre and a scale."""
+        heads, dim = self._shape
+        stages, groups, size, width = shape = codec.shape(heads, dim)
+        count = stages * groups * size * width
+        # As in `golden_pages`: integers, scattered. Sums of four are nearly normal.
+        numbers = np.zeros(count)
+        for turn in range(4):
+            start = np.uint64(1 + turn * 40503 + 977 * layer + 13 * is_value)
+            scattered = (np.arange(count, dtype=np.uint64) + start) * np.uint64(2654435761)
+            scattered ^= scattered >> np.uint64(15)
+            scattered = scattered * np.uint64(2246822519) % np.uint64(2**32)
+            numbers += scattered.astype(np.float64) / 2**32 - 0.5
+        shrink = 1 - 0.5 * (size.bit_length() - 1) / width  # no power: it differs by machine
+        entries = numbers.reshape(shape) * 1.75
+        for stage in range(stages):
+            entries[stage] *= max(1 - shrink, 0.3)
+            entries[stage + 1 :] *= shrink
+        if is_value:
+            return VqBooks(entries.astype(np.float16))
+        channel = np.arange(heads * dim).reshape(self._shape)
+        centre = ((channel * 37 + layer) % 61 / 640).astype(np.float32)  # (heads, dim)
+        scale = (0.75 + channel % 23 / 32).astype(np.float32)  # (heads, dim)
+        order = codec.plain_order(heads, dim)
+        if codec.grouped:  # each head has other groups
+            order = np.stack([np.roll(row, 4 * (3 + head)) for head, row in enumerate(order)])
+        return VqBooks(entries.astype(np.float16), centre, scale, order)
 
     def tables(self, layer: int, is_value: bool, codec: Nuq, rope: str = "post") -> NuqTables:
         even = np.linspace(-1, 1, 2**codec.bits)  # (2^bits,) f64

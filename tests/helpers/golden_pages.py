@@ -33,13 +33,22 @@ def sides() -> Iterator[str]:
         yield f"int{bits}:channel:g64:had"
     for bits in (2, 3, 4):
         yield from (f"nuq{bits}", f"nuq{bits}:1%:qnorm")
+    yield from ("pq8x256:r1", "pq8x256:r2:had", "pq8x256:r3")
+    yield from (
+        "rvq2x256",
+        "rvq3x512:had",
+        "rvq1x1024",
+        "rvq1x2048",
+        "rvq1x4096",
+        "rvq5x256:scaled",
+    )
 
 
 def specs() -> dict[str, Geometry]:
     """The formats of the file. Groups of channels do not fit every head_dim."""
     found = {}
     for side in sides():
-        even = ":token:" in side or side.startswith("q")
+        even = ":token:" in side or side.startswith(("q", "pq"))
         found[f"k={side},v={side}"] = EVEN if even else GEOMETRY
     return found | {"k=int4:token:g32:sym:norm,v=f16": EVEN, "k=int3:channel:g32:norm,v=f16": EVEN}
 

@@ -108,4 +108,10 @@ CODEC_ERRORS: Mapping[str, tuple[float, float, float]] = {
     "nuq2:1%:qnorm": (0.47, 0.60, 6.0),
     "nuq3:1%": (0.20, 0.60, 2.0),
     "nuq4:1%": (0.10, 0.60, 1.0),
+    # Codebooks of `FittedTables`, scattered numbers of unit spread.
+    "pq8x256:r1": (0.70, 0.99, 1.85),
+    "pq8x256:r2": (0.52, 0.98, 1.30),
+    "pq8x256:r3": (0.425, 0.97, 0.75),
+    "rvq4x256": (0.83, 0.98, 3.4),
+    "rvq14x1024:had": (0.39, 0.90, 1.8),
 }

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvrt.errors import KvrtError
 from kvrt.kvstore import PRESETS, KVSpec
-from kvrt.kvstore.codecs import Block, Dense, Fp8, IntQ, Nuq
+from kvrt.kvstore.codecs import Block, Dense, Fp8, IntQ, Nuq, Vq
 from kvrt.kvstore.spec import Override, Side
 
 BOOLS = st.booleans()
@@ -17,6 +17,9 @@ DENSE = st.sampled_from(("f32", "f16", "bf16")).map(Dense)
 FP8 = st.sampled_from(("e4m3", "e5m2")).map(Fp8)
 BLOCKS = st.sampled_from(("q8_0", "q4_0")).map(Block)
 NUQ = st.builds(Nuq, st.sampled_from((2, 3, 4)), BOOLS, BOOLS)
+
+PQ = st.builds(Vq, st.integers(1, 3), st.just(256), st.just(True))
+RVQ = st.builds(Vq, st.integers(1, 64), st.sampled_from((256, 1024, 4096)), st.just(False), BOOLS)
 
 
 @st.composite
@@ -28,8 +31,10 @@ def ints(draw: st.DrawFn, norm: bool) -> IntQ:
 
 
 @st.composite
-def sides(draw: st.DrawFn, values: bool) -> Side:
-    codec: Any = draw(st.one_of(DENSE, FP8, BLOCKS, NUQ, ints(norm=not values)))
+def sides(draw: st.DrawFn, values: bool, rvq: Any = RVQ) -> Side:
+    """`rvq` says which there are; without it no vectors are quantised."""
+    vectors = [] if rvq is None else [PQ, rvq]
+    codec: Any = draw(st.one_of(DENSE, FP8, BLOCKS, NUQ, ints(norm=not values), *vectors))
     had = not isinstance(codec, (Dense, Nuq)) and draw(BOOLS)
     pre = not (had or (isinstance(codec, IntQ) and codec.norm))
     forms = ("post", "page", "pre") if pre else ("post", "page")
@@ -92,7 +97,8 @@ def test_order_and_spaces_do_not_matter(spec: KVSpec, order: random.Random, spac
 
 WORDS = """
     k= v= sink= window= layers[ ] - = , : % f16 bf16 e4m3 q8_0 int4 int nuq2 channel token g64 g128
-    had norm pre page post sym 1% qnorm kvrt4 kvquant2:1% 0 7 4096 99999999999999999999
+    had norm pre page post sym 1% qnorm r2 scaled pq8x256 rvq rvq8x512 vq2
+    kvrt4 kvquant2:1% 0 7 4096 99999999999999999999
 """
 PIECES = st.sampled_from(WORDS.split())
 NEARLY = st.lists(st.one_of(PIECES, PIECES, PIECES, st.text(max_size=3)), max_size=30)
@@ -118,7 +124,7 @@ def test_any_text_is_read_or_refused_on_one_short_line(read: Any, text: str) -> 
     except KvrtError as error:
         message = str(error)
         assert len(message.splitlines()) == 1
-        assert len(message) < 400
+        assert len(message) < 450
         assert error.exit_code == 2
     else:
         assert read(str(result)) == result

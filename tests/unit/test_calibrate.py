@@ -273,7 +273,7 @@ def test_keys_are_weighed_by_the_attention_they_receive(
 ) -> None:
     """Levels of keys follow it; thresholds, and the levels of values, do not."""
     weighed = fit(model)
-    module = import_module("kvrt.calibrate")
+    module = import_module("kvrt.calibrate_sample")
     real = module._attention
 
     def none_received(*args: Any) -> Any:
@@ -288,7 +288,7 @@ def test_keys_are_weighed_by_the_attention_they_receive(
 
 def test_attention_is_that_of_the_reference(folder: Path, model: Model) -> None:
     """Of the queries asked, here all but the first: sums of a and a^2, and how few count."""
-    from kvrt.calibrate import _attention
+    from kvrt.calibrate_sample import _attention
 
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((100, 4, 16)), rng.standard_normal((100, 2, 16))
@@ -377,7 +377,8 @@ def test_the_file_in_the_models_folder_is_found_by_itself(
     [
         (["M", "--text", "none.txt", "-o", "OUT"], "--text: cannot read none.txt"),
         (["M", "--text", "TEXT", "--text", "none.txt", "-o", "OUT"], "cannot read none.txt"),
-        (["M", "--text", "TEXT", "-o", "OUT", "--codec", "int4"], "--codec: 'int4' needs no"),
+        (["M", "--text", "TEXT", "-o", "OUT", "--codec", "kivi4"],
+         "--codec: 'kivi4' needs no calibration; nuq does, and formats such as vq2"),
         (["M", "--text", "TEXT", "-o", "OUT", "--tokens", "100", "--context", "101"],
          "--tokens: 100 are less than one window of 101 tokens"),
         (["M", "--text", "TEXT", "-o", "OUT", "--tokens", "63"], "--tokens"),

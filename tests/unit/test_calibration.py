@@ -13,11 +13,11 @@ from safetensors.numpy import load_file, save_file
 
 from kvrt import calibrations
 from kvrt.calibration import FILE_NAME, Calibration, expected_tensors, middle_and_half
-from kvrt.calibrations import Calibrations
+from kvrt.calibrations import Calibrations, Chosen
 from kvrt.config import ModelConfig
 from kvrt.errors import KvrtError, StorageError, UnsupportedError, UsageError
 from kvrt.fingerprint import model_fingerprint
-from kvrt.kvstore import Geometry
+from kvrt.kvstore import Geometry, KVSpec
 from tests.helpers.calibrations import MODEL, calibration_by_hand, rewrite
 from tests.helpers.tiny_model import write_tiny_model
 
@@ -138,10 +138,11 @@ def test_a_safetensors_file_of_something_else(tmp_path: Path, metadata: Any) -> 
     refused(StorageError, path, "safetensors, but no calibration; `kvrt calibrate` makes one")
 
 
-@pytest.mark.parametrize(("version", "shown"), [("2", "2"), ("0", "0"), (None, "None|null")])
+@pytest.mark.parametrize(("version", "shown"), [("3", "3"), ("0", "0"), (None, "None|null")])
 def test_another_version(made: Calibration, path: Path, version: str | None, shown: str) -> None:
     rewrite(path, made.tensors, version=version)
-    refused(UnsupportedError, path, f"of version '?\"?({shown}).*reads 1; make it again with `kvrt")
+    said = f"of version '?\"?({shown}).*reads 1 and 2; make it again with `kvrt"
+    refused(UnsupportedError, path, said)
 
 
 @pytest.mark.parametrize(
@@ -254,9 +255,14 @@ class Tiny:
         found.save(path)
         return found.fingerprint
 
-    def get(self, given: Path | None = None) -> Calibration:
+    def lookup(self, given: Path | None = None) -> Calibrations:
         asked = None if given is None else str(given)
-        return Calibrations(self.folder, asked, self.config, lambda: self.fingerprint).get()
+        return Calibrations(self.folder, asked, self.config, lambda: self.fingerprint)
+
+    def get(self, given: Path | None = None) -> Calibration:
+        found = self.lookup(given).get(KVSpec.parse("kvquant4"))
+        assert isinstance(found, Chosen)
+        return found.of["nuq"]
 
 
 @pytest.fixture
@@ -333,10 +339,10 @@ def test_a_given_file_that_is_not_there(tiny: Tiny, tmp_path: Path) -> None:
 
 def test_it_is_opened_once(tiny: Tiny) -> None:
     tiny.save(tiny.folder / FILE_NAME, 1)
-    lookup = Calibrations(tiny.folder, None, tiny.config, lambda: tiny.fingerprint)
-    first = lookup.get()
+    lookup, spec = tiny.lookup(), KVSpec.parse("kvquant4")
+    first = lookup.get(spec)
     (tiny.folder / FILE_NAME).unlink()
-    assert lookup.get() is first
+    assert isinstance(first, Chosen) and lookup.get(spec) == first
 
 
 def test_the_shipped_calibration_opens_and_is_small() -> None:

@@ -37,6 +37,10 @@ PRESET_TABLE = [
     ("kvrt4", "int4:channel:g64:had", "int4:token:g64:had", 4, 128, False, False),
     ("kvrt3", "int3:channel:g64:had", "int3:token:g64:had", 4, 128, False, False),
     ("kvrt2", "int3:channel:g64:had", "int2:token:g64:had", 4, 128, False, False),
+    ("vq2", "pq8x256:r2", "pq8x256:r2", 4, 128, True, False),
+    ("vq1.5", "pq8x256:r2", "pq8x256:r1", 4, 128, True, False),
+    ("vq1", "pq8x256:r1", "pq8x256:r1", 4, 128, True, False),
+    ("vqkv", "rvq56x1024:scaled", "rvq16x512:scaled", 4, 1024, True, False),
 ]
 
 
@@ -157,6 +161,8 @@ def test_overrides_count_for_calibration_and_shift() -> None:
     assert not KVSpec.parse("f16,layers[0]=f8").calibrated
     assert KVSpec.parse("f16,layers[0]=kvquant3").calibrated
     assert KVSpec.parse("k=f16,v=nuq3").calibrated
+    assert KVSpec.parse("k=f16,v=rvq8x512").calibrated
+    assert KVSpec.parse("k=pq8x256:r2:pre,v=f16").shifts
 
 
 def test_the_order_of_overrides_does_not_matter() -> None:
@@ -165,7 +171,7 @@ def test_the_order_of_overrides_does_not_matter() -> None:
 
 
 PRESET_LIST = "f32, f16, bf16, f8, f8e5m2, q8_0, q4_0, kivi2"
-CODEC_LIST = "f32, f16, bf16, e4m3, e5m2, q8_0, q4_0, int2|3|4|8, nuq2|3|4"
+CODEC_LIST = "f32, f16, bf16, e4m3, e5m2, q8_0, q4_0, int2|3|4|8, nuq2|3|4, pq8x256, rvqNxE"
 KEYS = "expected k=, v=, sink=, window= or layers[A-B]="
 INT_OPTIONS = "channel|token, g32|g64|g128, asym|sym|hybrid, norm, post|page|pre, had"
 
@@ -217,6 +223,22 @@ INT_OPTIONS = "channel|token, g32|g64|g128, asym|sym|hybrid, norm, post|page|pre
         ("k=int,v=f16", "there is no int, expected one of int2, int3, int4, int8"),
         ("k=nuq8,v=nuq4", "there is no nuq8, expected one of nuq2, nuq3, nuq4"),
         ("k=int04:channel:g32,v=f16", "there is no int04"),
+        ("k=pq4x256:r2,v=f16", "there is no pq4x256, expected pq8x256:r2"),
+        ("k=pq8x512:r2,v=f16", "there is no pq8x512, expected pq8x256:r2"),
+        ("k=rvq28,v=f16", "there is no rvq28, expected rvqNxE, such as rvq28x1024"),
+        ("k=rvq0x1024,v=f16", "there is no rvq0x1024, expected rvqNxE"),
+        ("k=rvq08x1024,v=f16", "there is no rvq08x1024, expected rvqNxE"),
+        ("k=rvq65x1024,v=f16", "rvq65x1024 has too many stages, expected 1 to 64"),
+        (
+            "k=rvq28x1000,v=f16",
+            "no codebooks of 1000 entries, expected one of 256, 512, 1024, 2048, 4096",
+        ),
+        ("k=pqx256:r1,v=f16", "there is no pqx256"),
+        ("k=pg8x256:r1,v=f16", "unknown codec 'pg8x256', did you mean pq8x256?"),
+        ("rvq28x1024", "'rvq28x1024': this is one side, expected k=rvq28x1024,v=SIDE"),
+        ("pq8x256:r2", "this is one side, expected k=pq8x256:r2,v=SIDE"),
+        ("vq3", "unknown cache format 'vq3', did you mean vq2?"),
+        ("k=f16,v=vq1.5", "expected one side, such as pq8x256:r1"),
         (
             "k=kvrt4,v=f16",
             "kvrt4 is a format of keys and values, expected one side, such as int4:c",
@@ -235,6 +257,17 @@ INT_OPTIONS = "channel|token, g32|g64|g128, asym|sym|hybrid, norm, post|page|pre
         ("k=f16:norm,v=f16", "f16 does not take norm; its options are post|page|pre"),
         ("k=q8_0:g32,v=f16", "q8_0 does not take g32; its options are post|page|pre, had"),
         ("k=e4m3:sym,v=f16", "e4m3 does not take sym; its options are post|page|pre, had"),
+        ("k=pq8x256,v=f16", "pq8x256 needs its stages (r1|r2|r3), such as pq8x256:r2"),
+        ("k=pq8x256:r4,v=f16", "no 4 stages, expected r1, r2 or r3"),
+        ("k=pq8x256:r1:r2,v=f16", "r1 and r2 exclude each other"),
+        (
+            "k=pq8x256:r1:norm,v=f16",
+            "pq8x256 does not take norm; its options are r1|r2|r3, post|page|pre, had",
+        ),
+        ("k=pq8x256:r1:scaled,v=f16", "pq8x256 does not take scaled"),
+        ("k=rvq8x512:r2,v=f16", "rvq8x512 does not take r2; its options are scaled, post|page|pre"),
+        ("k=rvq8x512:scled,v=f16", "unknown option 'scled', did you mean scaled?"),
+        ("k=int4:channel:g64:r2,v=f16", "int4 does not take r2"),
         ("k=nuq2:2%,v=nuq2", "unknown option '2%' (nuq2 takes 1%, qnorm, post|page|pre)"),
         ("k=nuq2:norm,v=nuq2", "nuq2 does not take norm; its options are 1%, qnorm, post|page|pre"),
         ("k=int4:channel:token:g64,v=f16", "channel and token exclude each other"),
@@ -289,6 +322,9 @@ def test_malformed_texts_are_refused_on_one_line_that_says_what_works(
         ("k=f16:had,v=f16", "cache format f16:had: had is useless with floats"),
         ("k=f16,v=f32:had", "had is useless with floats"),
         ("k=nuq2:had,v=nuq2", "had would mix the channels"),
+        ("k=pq8x256:r2:had:pre,v=f16", "undone for every cached token; page and post work"),
+        ("k=rvq8x512:pre:had,v=f16", "undone for every cached token; page and post work"),
+        ("k=f16,v=pq8x256:r2:page", "page is for keys"),
         ("k=int4:channel:g128,v=f16", "groups of 128 do not divide the 64 tokens of a page"),
         ("k=f16,v=int4:channel:g128", "channel takes g32 and g64"),
         ("f16,layers[0]=k=f16,v=f16:pre", "pre is for keys"),
@@ -326,6 +362,8 @@ def test_combinations_that_look_odd_but_work() -> None:
         "k=f16:page,v=q4_0:had",
         "k=nuq2,v=int8:token:g128",
         "k=q8_0:page:had,v=e5m2:had",
+        "k=pq8x256:r3:page:had,v=rvq16x512:scaled:had",
+        "k=rvq64x4096:pre,v=pq8x256:r1",
     ):
         assert str(KVSpec.parse(text)) == text
 
@@ -358,7 +396,7 @@ def test_hostile_texts_end_in_one_short_line(text: str) -> None:
         KVSpec.parse(text)
     message = str(caught.value)
     assert len(message.splitlines()) == 1
-    assert len(message) < 400
+    assert len(message) < 450
     message.encode()  # no lone surrogate either
 
 
@@ -380,6 +418,8 @@ def test_every_preset_fits_a_common_geometry(name: str) -> None:
         ("q4_0", 48, ("k=q4_0", "32", "48")),
         ("k=f16,v=e4m3", 24, ("v=e4m3", "16", "24")),
         ("k=nuq3,v=f16", 8, ("k=nuq3", "16", "8")),
+        ("k=f16,v=pq8x256:r1", 80, ("v=pq8x256:r1", "64", "80", "rvq")),
+        ("k=rvq8x512,v=f16", 40, ("k=rvq8x512", "16", "40")),
         ("f16,layers[1-2]=q8_0", 80, ("layers[1-2]", "k=q8_0")),
         ("f16,layers[3]=k=f16,v=q8_0", 80, ("layers[3]", "v=q8_0")),
         ("f16,layers[0-3]=f8,layers[4]=f8", 64, ("layers[4]", "0 to 3")),
@@ -401,6 +441,8 @@ def test_a_format_that_does_not_fit_the_model(text: str, dim: int, words: tuple[
         ("k=int4:channel:g64,v=int4:channel:g64", 80),
         ("k=int4:channel:g32,v=int4:token:g32", 96),
         ("f8", 112),
+        ("k=rvq8x512,v=rvq8x512:scaled", 16),
+        ("k=pq8x256:r1,v=pq8x256:r3", 192),
         ("f16,layers[3]=f8", 64),
         # No layer has the sides that do not fit.
         ("q8_0,layers[0-1]=f16,layers[2-3]=f8", 80),

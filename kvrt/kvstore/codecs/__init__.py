@@ -6,5 +6,6 @@ from .dense import Dense
 from .fp8 import Fp8
 from .intq import IntQ
 from .nuq import Nuq
+from .vq import Vq, VqBooks
 
-__all__ = ["Block", "Dense", "Fp8", "IntQ", "Nuq", "TileCodec"]
+__all__ = ["Block", "Dense", "Fp8", "IntQ", "Nuq", "TileCodec", "Vq", "VqBooks"]

@@ -6,13 +6,16 @@ a page, (64, head_dim) f32, token by token.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import numpy as np
 
 from ...backends.ops import PAGE_TOKENS
 from ...backends.view import CODEC, CODES, META, OWN, SHARED, STATE, TABLE
 from ...errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from ...calibration import Fitted, Rope
 
 __all__ = [
     "CODEC", "CODES", "META", "OWN", "SHARED", "STATE", "TABLE",
@@ -68,8 +71,18 @@ class TileCodec(Protocol):
         """f32 numbers of a layer that are measured on its first sealed page."""
         ...
 
-    def table_floats(self, is_value: bool, num_kv_heads: int, head_dim: int) -> int:
-        """f32 numbers of one layer and side that were fitted beforehand."""
+    def table_bytes(self, is_value: bool, num_kv_heads: int, head_dim: int) -> int:
+        """Bytes of what was fitted beforehand to one layer and side."""
+        ...
+
+    def tables(
+        self, calibration: Fitted, layer: int, is_value: bool, rope: Rope, had: bool
+    ) -> np.ndarray:
+        """What was fitted to one layer and side, as kernels read it: 1-D, of `table_bytes`."""
+        ...
+
+    def work_bytes(self, head_dim: int) -> int:
+        """Scratch that a CPU needs to encode one head's part, beside its tile and codes."""
         ...
 
     def settings(self, is_value: bool, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -92,7 +105,15 @@ class Codec:
     def state_floats(self, num_kv_heads: int, head_dim: int) -> int:
         return 0
 
-    def table_floats(self, is_value: bool, num_kv_heads: int, head_dim: int) -> int:
+    def table_bytes(self, is_value: bool, num_kv_heads: int, head_dim: int) -> int:
+        return 0
+
+    def tables(
+        self, calibration: Fitted, layer: int, is_value: bool, rope: Rope, had: bool
+    ) -> np.ndarray:
+        return np.empty(0, np.float32)
+
+    def work_bytes(self, head_dim: int) -> int:
         return 0
 
 

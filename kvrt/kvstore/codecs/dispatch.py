@@ -8,22 +8,23 @@ import numpy as np
 
 from ...backends import cpu_attn, cpu_store, jit, view
 from ...backends.ops import PAGE_TOKENS
-from . import blocks, dense, fp8, intq, nuq
+from . import blocks, dense, fp8, intq, nuq, vq
 from .base import CODEC
 
-DENSE, INTQ, BLOCK, FP8, NUQ = (
+DENSE, INTQ, BLOCK, FP8, NUQ, VQ = (
     dense.Dense.number,
     intq.IntQ.number,
     blocks.Block.number,
     fp8.Fp8.number,
     nuq.Nuq.number,
+    vq.Vq.number,
 )
 
 
 @jit.device
 def token_major(side, is_value):
-    """Whether the side decodes to (64, head_dim); packed values decode to (head_dim, 64)."""
-    return side[CODEC] == DENSE or not is_value
+    """Whether the side decodes to (64, head_dim); packed numbers of values to (head_dim, 64)."""
+    return side[CODEC] == DENSE or side[CODEC] == VQ or not is_value
 
 
 @jit.device
@@ -48,6 +49,8 @@ def encode(tile, side, is_value, head, heads, run, shared, codes):
         blocks.block_encode(tile, side, is_value, head, heads, run, shared, codes)
     elif side[CODEC] == FP8:
         fp8.fp8_encode(tile, side, is_value, head, heads, run, shared, codes)
+    elif side[CODEC] == VQ:
+        vq.vq_encode(tile, side, is_value, head, heads, run, codes)
     else:
         nuq.nuq_encode(tile, side, is_value, head, heads, run, shared, codes)
 
@@ -63,6 +66,8 @@ def decode(run, shared, side, is_value, head, heads, codes, scratch, tile):
         blocks.block_decode(run, shared, side, is_value, head, heads, codes, scratch, tile)
     elif side[CODEC] == FP8:
         fp8.fp8_decode(run, shared, side, is_value, head, heads, codes, scratch, tile)
+    elif side[CODEC] == VQ:
+        vq.vq_decode(run, side, is_value, head, heads, codes, tile)
     else:
         nuq.nuq_decode(run, shared, side, is_value, head, heads, codes, scratch, tile)
 

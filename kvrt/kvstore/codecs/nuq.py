@@ -35,7 +35,7 @@ from . import tiles
 from .base import CODES, META, OWN, TABLE, Packed, Survey
 
 if TYPE_CHECKING:
-    from ...calibration import Calibration, Rope
+    from ...calibration import Fitted, Rope
 
 UNUSED = 0xFFFF
 """Index of a slot that holds no outlier."""
@@ -99,14 +99,18 @@ class Nuq(Packed):
             return self.bits, self.value_slots(num_kv_heads, head_dim)
         return self.bits, self.key_slots(head_dim)
 
-    def table_floats(self, is_value: bool, num_kv_heads: int, head_dim: int) -> int:
-        """f32 numbers of `tables`."""
-        return 2 * 2**self.bits + (0 if is_value else 2 * num_kv_heads * head_dim)
+    def table_bytes(self, is_value: bool, num_kv_heads: int, head_dim: int) -> int:
+        return 4 * (2 * 2**self.bits + (0 if is_value else 2 * num_kv_heads * head_dim))
 
     def tables(
-        self, calibration: Calibration, layer: int, is_value: bool, rope: Rope = "post"
+        self,
+        calibration: Fitted,
+        layer: int,
+        is_value: bool,
+        rope: Rope = "post",
+        had: bool = False,
     ) -> np.ndarray:
-        """What the kernels read of a calibration, for one layer and side: (table_floats,) f32.
+        """What the kernels read of a calibration, for one layer and side: (table_bytes / 4,) f32.
 
         The levels that are read (2^bits,); the boundaries (2^bits,), the last of them infinite;
         for keys centre and half, (num_kv_heads, head_dim) each.
