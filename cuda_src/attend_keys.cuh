@@ -195,9 +195,9 @@ KVRT_INLINE void page_scores(float (&scores)[4][4], Affine<4>& affine, const u8*
 #endif
 #elif K_CODEC == 3
   scores_of_floats(scores, run, query, scale);
-#elif K_CODEC != 0 && K_BY_ROWS
+#elif (K_CODEC == 1 || K_CODEC == 2) && K_BY_ROWS
   scores_by_channel(scores, affine, run, query);
-#elif K_CODEC != 0
+#elif K_CODEC == 1 || K_CODEC == 2
   scores_by_token(scores, run, query);
 #endif
 }

@@ -263,9 +263,9 @@ KVRT_INLINE void add_page_values(float (&sums)[TILES][4], float (&minima)[2][4],
   add_level_values(sums, minima, run, weights, tables);
 #elif V_CODEC == 3
   add_float_values(sums, run, weights, scale);
-#elif V_CODEC != 0 && V_BY_ROWS
+#elif (V_CODEC == 1 || V_CODEC == 2) && V_BY_ROWS
   add_values_by_token(sums, minima, run, weights);
-#elif V_CODEC != 0
+#elif V_CODEC == 1 || V_CODEC == 2
   add_values_by_channel(sums, run, weights);
 #endif
 }

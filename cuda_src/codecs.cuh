@@ -5,8 +5,9 @@
 #include "fp8.cuh"
 #include "intq.cuh"
 #include "nuq.cuh"
+#include "vq.cuh"
 
-enum CodecNumber { DENSE = 0, INTQ = 1, BLOCKS = 2, FP8 = 3, NUQ = 4 };
+enum CodecNumber { DENSE = 0, INTQ = 1, BLOCKS = 2, FP8 = 3, NUQ = 4, VQ = 5 };
 
 // Look at all heads of a page before any is encoded. The blocks of a page share heads or tokens among them.
 KVRT_INLINE void survey_page(const Part& part, const Source& source, int first) {
@@ -21,8 +22,8 @@ KVRT_INLINE void survey_page(const Part& part, const Source& source, int first) 
   }
 }
 
-// Write one head's part of a page. A dense side uses no tile.
-KVRT_INLINE void encode(const Part& part, const Source& source, const Tile& tile) {
+// Write one head's part of a page. A dense side uses no tile; `room` is a second one where whole heads are quantised.
+KVRT_INLINE void encode(const Part& part, const Source& source, const Tile& tile, const Tile& room) {
   const int codec = int(part.side[VIEW_CODEC]);
   if (codec == DENSE) {
     dense_encode(part, source);
@@ -36,6 +37,8 @@ KVRT_INLINE void encode(const Part& part, const Source& source, const Tile& tile
     block_encode(part, tile);
   else if (codec == FP8)
     fp8_encode(part, tile);
+  else if (codec == VQ)
+    vq_encode(part, tile, room);
   else
     nuq_encode(part, source, tile);
 }
@@ -49,6 +52,8 @@ KVRT_INLINE void decode(const Part& part, const Tile& tile) {
     block_decode(part, tile);
   else if (codec == FP8)
     fp8_decode(part, tile);
+  else if (codec == VQ)
+    vq_decode(part, tile);
   else
     nuq_decode(part, tile);
   __syncthreads();

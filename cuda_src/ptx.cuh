@@ -100,7 +100,20 @@ KVRT_INLINE u32 transpose8x8(u32 x) {
   return y;
 }
 
-KVRT_INLINE u32 shared_address(const void* place) { return u32(__cvta_generic_to_shared(place)); }
+// A place in shared memory as loads take it.
+using Shared = u32;
+KVRT_INLINE Shared shared_address(const void* place) { return u32(__cvta_generic_to_shared(place)); }
+KVRT_INLINE uint2 load_shared8(Shared place) {
+  uint2 x;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(place));
+  return x;
+}
+
+KVRT_INLINE uint4 load_shared16(Shared place) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(place));
+  return x;
+}
 
 // Four 8 x 8 matrices: lane i gives the address of row i % 8 of matrix i / 8.
 KVRT_INLINE void load_matrix4(u32* out, const void* row) {
@@ -168,6 +181,13 @@ KVRT_INLINE uint4 load_stream(const void* place) {
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(place));
+  return v;
+}
+// A line of 128 bytes will be wanted: into the second-level cache.
+KVRT_INLINE void prefetch(const void* place) { asm volatile("prefetch.global.L2 [%0];" ::"l"(place)); }
+KVRT_INLINE uint2 load_stream8(const void* place) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(place));
   return v;
 }
 // Loads that are begun where the source has them, not where what they bring is wanted.

@@ -149,7 +149,7 @@ survey(const i64* layer, int is_value, const i64* pages, int first_page, int fir
 //
 // Tokens from position new_start on are in fresh (new_tokens, heads, dim) f32, older ones in the ring, where position
 // tail_first has slot tail_slot. Grid (pages * heads, layers), THREADS; layers follow one another. Shared memory: 64 *
-// (dim + 1) floats.
+// (dim + 1) floats, twice as many where whole heads are quantised.
 extern "C" __global__ void __launch_bounds__(256, 4)
 seal(const i64* layer, int is_value, const i64* pages, int first_page, int tail_first, int tail_slot,
      const float* fresh, int new_start, int new_tokens) {
@@ -158,7 +158,8 @@ seal(const i64* layer, int is_value, const i64* pages, int first_page, int tail_
   const int heads = int(layer[VIEW_HEADS]), page = first_page + int(blockIdx.x) / heads;
   const Source source(layer, is_value, page, tail_first, tail_slot, fresh, new_start);
   const Part part = part_of(layer, is_value, pages, page, int(blockIdx.x) % heads);
-  encode(part, source, Tile{reinterpret_cast<float*>(memory), source.dim});
+  float* numbers = reinterpret_cast<float*>(memory);
+  encode(part, source, Tile{numbers, source.dim}, Tile{numbers + PAGE_TOKENS * (source.dim + 1), source.dim});
 }
 
 // Decode one side of whole pages into out (pages * 64, heads, dim) f32, in the store's basis; keys of `norm` are

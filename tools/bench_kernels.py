@@ -39,7 +39,7 @@ from kvrt.backends.ops import Linear, Ops, RandomMatrix  # noqa: E402
 from kvrt.bench.environment import software  # noqa: E402
 from kvrt.bench.fill import RandomTokens  # noqa: E402
 from kvrt.bench.gpu import device_of, gpu_fields, gpu_versions  # noqa: E402
-from kvrt.calibrate import normal_calibration  # noqa: E402
+from kvrt.normal_tables import NormalTables  # noqa: E402
 from kvrt.cli.kv_options import Format, resolve_formats  # noqa: E402
 from kvrt.cli.ranges import parse_counts  # noqa: E402
 from kvrt.errors import KernelError, KvrtError, UsageError  # noqa: E402
@@ -135,7 +135,7 @@ def _empty_store(ops: Ops, geometry: Geometry, spec: KVSpec, context: int) -> St
         return ZoneStore(geometry, spec, ops, context)
     return KVStore(
         geometry, spec, ops, context, rotary=rotary_of(geometry.head_dim),
-        calibration=normal_calibration("random", "", geometry) if spec.calibrated else None,
+        calibration=NormalTables(geometry) if spec.calibrated else None,
     )  # fmt: skip
 
 

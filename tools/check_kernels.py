@@ -19,14 +19,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kvrt.backends import get_ops
-from kvrt.backends.attend_variant import compiled
+from kvrt.backends.attend_variant import chosen
 from kvrt.backends.nvrtc import Cubin, find_compiler
 from kvrt.backends.variants import ARCHITECTURES, NO_SPILLS, Variant, variants
-from kvrt.calibration import NuqTables
 from kvrt.errors import CodecError, KernelError, UnsupportedError
 from kvrt.kvstore import Geometry, KVSpec, KVStore, Rotary
-from kvrt.kvstore.codecs import Nuq
 from kvrt.kvstore.spec import PRESETS
+from kvrt.normal_tables import NormalTables
 
 HEADINGS = ("source", "options", "arch", "kernel", "registers", "shared", "stack", "spills")
 HEAD_DIMS_OF_ATTENTION = (64, 128, 256)
@@ -43,6 +42,7 @@ FURTHER_FORMATS = (
     "k=e4m3:pre,v=e4m3",
     "k=f16:pre,v=f16",
     "k=nuq4:1%,v=nuq4:1%",
+    "k=pq8x256:r3:had,v=pq8x256:r1:had",
 )
 WITH_BIAS = ("f8", "kivi2", "kivi4", "kvrt4", "kvrt3", "kvrt2", "innerq-small", "kvquant4:1%")
 TEXTS = 4  # the first columns; numbers follow
@@ -68,20 +68,6 @@ def rows_of(variant: Variant, arch: str, cubin: Cubin) -> list[tuple[str, ...]]:
     ]
 
 
-class _Fitted:
-    """Tables of the right size, for formats that are fitted beforehand."""
-
-    def __init__(self, geometry: Geometry):
-        self._shape = (geometry.num_kv_heads, geometry.head_dim)
-
-    def tables(self, layer: int, is_value: bool, codec: Nuq, rope: str) -> NuqTables:
-        levels = np.zeros(2**codec.bits, np.float32)
-        if is_value:
-            return NuqTables(levels, levels)
-        channels = np.zeros(self._shape, np.float32)  # (num_kv_heads, head_dim)
-        return NuqTables(levels, levels, channels, channels)
-
-
 def attention_variants() -> Iterator[Variant]:
     """What decode attention is compiled with for the presets that a GPU reads."""
     ops, seen = get_ops("cpu"), set()
@@ -93,22 +79,22 @@ def attention_variants() -> Iterator[Variant]:
             geometry = Geometry(1, _KV_HEADS, dim, key_bias=bias)
             left_out = [ops.empty((_KV_HEADS, dim))] if bias else None
             rotary = Rotary(np.ones(dim // 2))
-            fitted: Any = _Fitted(geometry)
+            fitted = NormalTables(geometry)
             spec = KVSpec.parse(name)
             try:
                 store = KVStore(
                     geometry, spec, ops, 1, rotary=rotary, key_bias=left_out, calibration=fitted
                 )
                 settings = store.view(0).settings.tolist()
-                found = {group: compiled(settings, group=group) for group in GROUPS}
+                found = [(group, *chosen(settings, group=group)) for group in GROUPS]
             except (UnsupportedError, CodecError):
                 continue  # not for this size, or not for a GPU
-            for group, defines in found.items():
-                key = tuple(defines.items())
+            for group, source, defines, _ in found:
+                key = (source, *defines.items())
                 if key not in seen:
                     seen.add(key)
                     label = f"{name}{' bias' * bias}, head_dim {dim}, group {group}"
-                    yield Variant("attend.cu", defines, label)
+                    yield Variant(source, defines, label)
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:

@@ -237,6 +237,9 @@ def goal_lines(measured: Measured, goals: Row) -> Iterator[Line]:
         yield from _prefills(measured, int(tokens), goal, "tokens/s")
     for tokens, goal in goals["prefill_seconds"].items():
         yield from _prefills(measured, int(tokens), goal, "s")
+    for name, wanted in goals["encoding_percent"].items():
+        for tokens, goal in wanted.items():
+            yield _encoding(measured, name, int(tokens), goal)
     yield _peak_order(measured)
     yield _beside(measured)
     for million in goals["million"]:
@@ -313,6 +316,16 @@ def _prefills(measured: Measured, tokens: int, goal: float, unit: str) -> Iterat
         yield f"{what}, {name}", f"{goal:,g} {unit}", words, "", reached
     if not found:
         yield what, f"{goal:,g} {unit}", "", "", None
+
+
+def _encoding(measured: Measured, name: str, tokens: int, most: float) -> Line:
+    """How much longer a prompt takes with a format than with f16, which copies keys and values."""
+    what, goal = f"encoding {tokens:,} tokens, {name}", f"{most:g} % of prefill at most"
+    mine, plain = (measured.prefills.get((kv, tokens)) for kv in (name, "f16"))
+    if mine is None or plain is None:
+        return what, goal, "", "", None
+    percent = 100 * (plain["mean_tokens_per_s"] / mine["mean_tokens_per_s"] - 1)
+    return what, goal, f"{percent:.1f} %", "", percent <= most
 
 
 def _peak_order(measured: Measured) -> Line:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from . import view
+from . import books_variant, view
 from .cpu_math import BF16
 from .gpu_formats import BLOCK, DENSE, FP8, INTQ, NUQ, check_readable
 from .ops import PAGE_TOKENS
@@ -207,3 +207,16 @@ def compiled(
         if shared_bytes(defines, warps, stages) <= shared - _OWN_SHARED:
             break
     return with_shape(defines, warps, stages)
+
+
+def chosen(
+    settings: Sequence[int], shared: int = _SHARED, group: int = QUERY_HEADS
+) -> tuple[str, dict[str, Any], int]:
+    """Source and -D options of the kernel that reads a layer, and the query heads of a CTA of it.
+
+    Arguments and errors are those of `compiled` and of `books_defines`.
+    """
+    if books_variant.reads(settings):
+        defines = books_variant.books_defines(settings, shared)
+        return "attend_books.cu", defines, books_variant.QUERY_HEADS
+    return "attend.cu", compiled(settings, shared, group), QUERY_HEADS

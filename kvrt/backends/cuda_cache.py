@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import KernelError
-from .attend_variant import QUERY_HEADS, compiled
+from . import books_variant, cuda_rvq
+from .attend_variant import QUERY_HEADS, chosen
 from .checks import check_attend, check_attend_causal, check_enter, token_of
 from .cpu_math import F16, KINDS
 from .ops import PAGE_TOKENS, Array, Norm
@@ -74,9 +75,16 @@ class _Mirror:
 
 
 @lru_cache(maxsize=512)
-def _variant(settings: bytes, shared: int, group: int) -> dict[str, Any]:
-    """Options of the attention kernel, from a layer's settings, shared memory and group size."""
-    return compiled(np.frombuffer(settings, np.int64).tolist(), shared, group)
+def _variant(settings: bytes, shared: int, group: int) -> tuple[str, dict[str, Any], int]:
+    """`attend_variant.chosen` of a layer's settings, the device's shared memory, a group's size."""
+    return chosen(np.frombuffer(settings, np.int64).tolist(), shared, group)
+
+
+def _how_to_seal(view: PageView) -> tuple[tuple[str, ...], tuple[bool, bool]]:
+    """What layers must have in common to be sealed by one launch."""
+    settings = view.settings
+    whole = (books_variant.whole_heads(settings, side) for side in (False, True))
+    return view.surveys, tuple(whole)
 
 
 def prefill_geometry(dim: int) -> tuple[int, int]:
@@ -161,7 +169,7 @@ class CacheKernels:
         measure: bool,
     ) -> None:
         tokens, pages = 0 if new is None else len(new[0]), views[0].extent.table_address
-        for surveys, group in groupby(views, key=lambda view: view.surveys):
+        for (surveys, whole), group in groupby(views, key=_how_to_seal):
             layers = list(group)  # whose settings follow one another
             first, heads = layers[0], layers[0].num_kv_heads
             for is_value, survey in enumerate(surveys):
@@ -173,10 +181,33 @@ class CacheKernels:
                         "survey", (surveyed, PAGE_TOKENS // 8, len(layers)), first.address,
                         is_value, pages, first_page, int(measure), *source,
                     )  # fmt: skip
-                self._store(
-                    "seal", (count * heads, len(layers)), first.address, is_value, pages,
-                    first_page, *source, shared=PAGE_TOKENS * (first.head_dim + 1) * 4,
-                )  # fmt: skip
+                page = (first.address, is_value, pages, first_page)
+                shape = (count, heads, len(layers), first.head_dim)
+                self._encode(page, source, shape, whole[is_value])
+
+    def _encode(
+        self,
+        page: tuple[Any, ...],
+        source: tuple[Any, ...],
+        shape: tuple[int, int, int, int],
+        whole: bool,
+    ) -> None:
+        """Encode one side: pages, heads, layers and channels say how much.
+
+        whole: by codebooks of whole heads.
+        """
+        count, heads, layers, dim = shape
+        shared = books_variant.encode_shared(dim) if whole else 0
+        if shared:
+            blocks = heads * -(-count // 2)
+            self.device.module("encode_heads.cu", {"HEAD_DIM": dim}).launch(
+                "encode_heads", (blocks, layers), (_THREADS,), *page, count, *source, shared=shared
+            )
+            return
+        tile_bytes = PAGE_TOKENS * (dim + 1) * 4
+        self._store(
+            "seal", (count * heads, layers), *page, *source, shared=(1 + whole) * tile_bytes
+        )
 
     def gather(
         self, view: PageView, is_value: bool, first_page: int, count: int, out: Array
@@ -237,12 +268,18 @@ class CacheKernels:
         kv_heads = view.num_kv_heads
         group = heads // kv_heads
         check_attend(q, view, out)
-        defines = _variant(view.settings.tobytes(), self.device.max_shared, group)
-        rows = kv_heads * -(-group // QUERY_HEADS)
+        if cuda_rvq.is_rvq(view.settings):
+            entered, self._entered = self._entered == view.address, 0
+            cuda_rvq.attend(self, q, view, scale, window, out, entered)
+            return
+        settings, shared = view.settings.tobytes(), self.device.max_shared
+        source, defines, tile = _variant(settings, shared, group)
+        rows = kv_heads * -(-group // tile)
         splits = max(self.device.multiprocessors // rows, 1)
-        partials = self._scratch("partials", (rows * splits * QUERY_HEADS * (dim + 2),), np.float32)
+        states = rows * splits * QUERY_HEADS  # so many of a CTA whatever the tile
+        partials = self._scratch("partials", (states * (dim + 2),), np.float32)
         arrivals = self._scratch("arrivals", (rows,), np.int32)
-        self.device.module("attend.cu", defines).launch(
+        self.device.module(source, defines).launch(
             "attend", (splits, rows), (defines["WARPS"] * 32,), q, view.address,
             self._lengths(view.extent), scale * _LOG2_E, group, window or 0, partials, arrivals,
             out, shared=defines["SHARED_BYTES"], overlap=self._entered == view.address,

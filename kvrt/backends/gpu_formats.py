@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..errors import UnsupportedError
 from .cpu_math import BF16, F32
 
-DENSE, INTQ, BLOCK, FP8, NUQ = range(5)
+DENSE, INTQ, BLOCK, FP8, NUQ, VQ = range(6)
 """Codecs by their numbers (`kvstore.codecs`)."""
 
 
@@ -18,6 +18,10 @@ def check_readable(head_dim: int, codecs: tuple[int, int], kinds: tuple[int, int
         raise UnsupportedError("f32 caches are for the CPU; on a GPU f16 and bf16 work")
     if (kinds[0] == BF16) != (kinds[1] == BF16):
         raise UnsupportedError("on a GPU, keys and values are both bf16 or neither is")
+    if (codecs[0] == VQ) != (codecs[1] == VQ):
+        raise UnsupportedError(
+            "on a GPU, keys and values are both vector-quantised or neither is"
+        )
     if (codecs[0] == DENSE) != (codecs[1] == DENSE):
         raise UnsupportedError("on a GPU, keys and values are both packed or neither is")
     if head_dim % 16 or not 16 <= head_dim <= 256:

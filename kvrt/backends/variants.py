@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+from . import view
+from .books_variant import encode_shared
+from .cpu_math import BF16, F16
+from .cuda_rvq import rvq_defines
 from .cuda_zones import zone_defines
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
@@ -52,6 +56,29 @@ def _of_zones() -> Iterator[Variant]:
         yield Variant("attend_zones.cu", defines)
 
 
+RVQ = (
+    (F16, 128, (56, 10), (16, 9)),
+    (F16, 64, (28, 10), (8, 9)),
+    (F16, 128, (30, 9), (24, 10)),
+    (BF16, 64, (3, 8), (2, 8)),
+)
+"""Kinds of exact tokens, head sizes, and stages and bits of keys and values, of attention over rvq:
+its main format, and what takes other ways through the kernels."""
+
+
+def _of_rvq() -> Iterator[Variant]:
+    """What attention over residual vector quantised pages is compiled with."""
+    for kind, dim, *sides in RVQ:
+        settings, offset = [0] * view.LAYER_SETTINGS, 0
+        for start, (stages, bits) in zip((view.KEY_SIDE, view.VALUE_SIDE), sides, strict=True):
+            settings[start + view.OWN : start + view.OWN + 4] = dim, stages, bits, 1
+            settings[start + view.CODES] = offset
+            offset += -(-8 * stages * bits // 16) * 16
+        settings[view.KEY_KIND] = settings[view.VALUE_KIND] = kind
+        settings[view.DIM], settings[view.RUN_BYTES] = dim, -(-offset // 128) * 128
+        yield Variant("attend_rvq.cu", rvq_defines(settings, min(SHARED)))
+
+
 def variants() -> list[Variant]:
     """All variants. A new source joins by a line here."""
     return [
@@ -63,16 +90,21 @@ def variants() -> list[Variant]:
         Variant("allocate.cu"),
         Variant("cut_blocks.cu"),
         *_over("received.cu", "HEAD_DIM", HEAD_DIMS),
+        *_over("encode_heads.cu", "HEAD_DIM", (dim for dim in HEAD_DIMS if encode_shared(dim))),
         *_of_zones(),
+        *_of_rvq(),
     ]
 
 
 NO_SPILLS = (
     "attend.cu",
+    "attend_books.cu",
+    "encode_heads.cu",
     "prefill.cu",
     "zones.cu",
     "received.cu",
     "attend_zones.cu",
+    "attend_rvq.cu",
     "allocate.cu",
     "cut_blocks.cu",
 )

@@ -347,6 +347,10 @@ inline void load_matrix4(u32* out, const void* row, bool transposed = false) {
   }
 }
 inline void load_matrix4_transposed(u32* out, const void* row) { load_matrix4(out, row, true); }
+using Shared = const unsigned char*;
+inline Shared shared_address(const void* place) { return static_cast<Shared>(place); }
+inline uint2 load_shared8(Shared place) { return *reinterpret_cast<const uint2*>(place); }
+inline uint4 load_shared16(Shared place) { return *reinterpret_cast<const uint4*>(place); }
 // The same of two.
 inline void load_matrix2_transposed(u32* out, const void* row) {
   u32 all[4];
@@ -383,6 +387,8 @@ inline void keep_order() {}
 inline u32 as_new(u32 x) { return x; }
 inline const unsigned char* as_base(const unsigned char* place) { return place; }
 inline uint4 load_stream(const void* place) { return *static_cast<const uint4*>(place); }
+inline void prefetch(const void*) {}
+inline uint2 load_stream8(const void* place) { return *static_cast<const uint2*>(place); }
 inline long long load_early(const long long* place) { return *place; }
 inline u32 load_early(const unsigned char* place) { return *place; }
 inline float load_early(const float* place) { return *place; }

@@ -12,7 +12,7 @@ from kvrt.backends.cuda import CudaOps
 from kvrt.kvstore import Geometry, KVSpec, KVStore
 from kvrt.kvstore.codecs import Nuq
 from tests.emulator import COMPILER
-from tests.helpers.codecs import MATRIX, fits, rotary_for
+from tests.helpers.codecs import ON_GPU, fits, rotary_for
 from tests.helpers.emulated_device import emulated_ops
 from tests.helpers.stores import Tokens, contents, fill, new_store, page_bytes, random_tokens, read
 from tests.helpers.tiles import TILES
@@ -135,7 +135,7 @@ def test_long_groups_and_odd_sizes(ops: CpuOps, cuda: CudaOps, spec: str, dim: i
     assert_equal_stores(*both(ops, cuda, f"{spec},sink=0,window=0", geometry, tokens, [128]))
 
 
-@pytest.mark.parametrize("spec", MATRIX)
+@pytest.mark.parametrize("spec", ON_GPU)
 def test_the_matrix_token_by_token_and_at_once(ops: CpuOps, cuda: CudaOps, spec: str) -> None:
     """Sinks, a ring that has gone round, pages half from the tail and half from new tokens."""
     geometry = Geometry(2, 2, 64, key_bias=True)
@@ -236,5 +236,5 @@ def test_round_rows_append_and_recall(ops: CpuOps, cuda: CudaOps, dtype: str) ->
 
 
 def test_the_formats_fit() -> None:
-    for spec in (*INTQ, *NORM, *OTHERS, *NUQ, *MATRIX):
+    for spec in (*INTQ, *NORM, *OTHERS, *NUQ, *ON_GPU):
         assert fits(spec, Geometry(2, 2, 64)), spec
