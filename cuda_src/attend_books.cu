@@ -151,7 +151,7 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
   const BookCopy copy{&arrival};
   const i64 value_sets = V_PER_HEAD ? all_heads : 1;
   if (has_pages) copy.ask(shared, value_books + (V_PER_HEAD ? head * VALUE_SET : 0), value_sets * VALUE_SET);
-  const ScoreTable scores_of(key_books + (K_PER_HEAD ? head * KEY_SET * ENTRY_BYTES : 0), int(sets));
+  const ScoreTable scores_of(key_books + (K_PER_HEAD ? head * KEY_SET * ENTRY_BYTES : 0), int(sets), has_pages);
   for (int c = threadIdx.x; c < HEAD_DIM; c += WARPS * WARP) {
     key_units.inverse[c] = ptx::load_early(centre + 2 * plane + row + c);
     key_units.order[c] = int(__float_as_uint(ptx::load_early(centre + 3 * plane + row + c)));

@@ -99,7 +99,8 @@ struct ScoreTable {
   const u8* books;  // of the head's set
   int sets;         // that a stage has
 
-  KVRT_INLINE ScoreTable(const u8* books, int sets) : books(books), sets(sets) {
+  KVRT_INLINE ScoreTable(const u8* books, int sets, bool wanted) : books(books), sets(sets) {
+    if (!wanted) return;
 #pragma unroll
     for (int block = 0; block < EARLY; ++block) load(block, entries[block]);
   }

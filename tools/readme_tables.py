@@ -26,6 +26,7 @@ from kvrt.kvstore import PRESETS, Geometry, PageLayout, estimate  # noqa: E402
 README = ROOT / "README.md"
 RESULTS = ROOT / "tools" / "results" / "cpu.jsonl"
 QUALITY = RESULTS.with_name("quality.jsonl")
+CODEBOOKS = RESULTS.with_name("codebooks.jsonl")
 CACHE = RESULTS.with_name("cache.jsonl")
 SCAN = RESULTS.with_name("scan.jsonl")
 ATTENTION = RESULTS.with_name("attention.json")
@@ -174,13 +175,35 @@ def speed() -> str:
     return "\n".join(lines)
 
 
+def codebooks() -> str:
+    """Errors of trainers (tools/bench_codebooks.py): data and samples, by stage."""
+    rows = [json.loads(line) for line in CODEBOOKS.read_text().splitlines()]
+    errors: dict[tuple[str, int], dict[str, str]] = {}
+    for row in rows:
+        if "errors" in row:
+            words = " ".join(f"{error:.3f}" for error in row["errors"])
+            errors.setdefault((row["data"], row["samples"]), {})[row["trainer"]] = words
+    lines = [
+        "| data, samples | k-means | SimVQ, frozen | SimVQ, then free |",
+        "| --- | --- | --- | --- |",
+    ]
+    for (data, samples), of in errors.items():
+        cells = " | ".join(of[trainer] for trainer in ("k-means", "simvq", "free"))
+        lines.append(f"| {data}, {samples:,} | {cells} |")
+    uses = [use for row in rows if row.get("trainer") == "free" for use in row["used"]]
+    timed = [row for row in rows if "timed" in row]
+    words = "; ".join(f"{row['timed']}, {row['stages']} stages: {row['seconds']} s" for row in timed)
+    lines += ["", f"Entries in use {min(uses):.1%} at least. {timed[-1]['device']}: {words}."]
+    return "\n".join(lines)
+
+
 def main() -> None:
     text = README.read_text(encoding="utf-8")
     new = text
     tables = {
         "formats": formats(), "quality": quality(), "attention": attention(),
         "cache-speed": cache_speed(), "scan": scan(), "speed": speed(),
-        "gpu": gpu_tables.section(RESULTS.parent),
+        "codebooks": codebooks(), "gpu": gpu_tables.section(RESULTS.parent),
         "prompts": prompt_tables.section(RESULTS.parent),
     }  # fmt: skip
     for name, table in tables.items():
