@@ -31,7 +31,11 @@ VERSIONS = PLAIN, WITH_BOOKS = "1", "2"
 _LIMIT = 1 << 36
 """Bytes of a file; more is no calibration."""
 
-_DTYPES = {"F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
+_DTYPES = {
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "I32": np.dtype(np.int32),
+}
 
 
 @dataclass(frozen=True)

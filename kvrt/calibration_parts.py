@@ -39,9 +39,7 @@ Kind = tuple[tuple[int, ...], np.dtype]
 
 _F16, _F32, _I32 = np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.int32)
 _CODEC = rf"({PQ}|rvq[0-9]+)(\.perhead)?"
-_NAME = re.compile(
-    rf"(?:k\.{_CODEC}\.(?:(?:post|page)(?:\.had)?|pre)|v\.{_CODEC}(?:\.had)?)"
-)
+_NAME = re.compile(rf"(?:k\.{_CODEC}\.(?:(?:post|page)(?:\.had)?|pre)|v\.{_CODEC}(?:\.had)?)")
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""What compressing prompts costs, kept: `python tools/prompts.py FILE... --device WORDS`.
+"""What compressing prompts, or codebooks, cost: `python tools/prompts.py FILE... --device WORDS`.
 
 Files are outputs of `kvrt eval kld --prompt N --json`, `kvrt eval needle --json` and `kvrt eval
 kvretrieval --json`; what they found is appended to tools/results/prompts.jsonl with where it was
 measured, needles and pairs as one row a format, question and length. README.md's table is made of
-them (tools/prompt_tables.py).
+them (tools/prompt_tables.py). What codebooks cost is kept with --results codebook_quality.jsonl.
 """
 
 import argparse
@@ -46,12 +46,13 @@ def main() -> None:
     parser.add_argument("--device", required=True, help="its name and driver")
     parser.add_argument("--text", default="", help="what texts the prompts are of")
     parser.add_argument("--commit", help="what ran, if not this")
+    parser.add_argument("--results", default=RESULTS.name, help="a file of tools/results")
     arguments = parser.parse_args()
     about = {
         "model": "smollm2", "device": arguments.device, "text": arguments.text,
         "commit": arguments.commit or commit(ROOT / "kvrt"),
     }  # fmt: skip
-    with RESULTS.open("a") as out:
+    with RESULTS.with_name(arguments.results).open("a") as out:
         for file in arguments.files:
             rows = json.loads(file.read_text())["rows"]
             if "task" in rows[0]:

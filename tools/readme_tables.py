@@ -5,7 +5,7 @@ tools/results/quality.jsonl (tools/quality.py). attention: attention.json, which
 attn --json` printed, less the layers. cache-speed: the newest run in cache.jsonl
 (tools/bench_cache.py). scan: scan.jsonl, which is what `kvrt bench --scan -o jsonl` printed. speed:
 medians of the newest run of each side in cpu.jsonl (tools/bench_cpu.py). gpu: see gpu_tables.py,
-prompts: see prompt_tables.py.
+prompts: see prompt_tables.py; trainers and books: see codebook_tables.py.
 """
 
 import json
@@ -18,6 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import codebook_tables  # noqa: E402
 import gpu_tables  # noqa: E402
 import prompt_tables  # noqa: E402
 
@@ -26,7 +27,6 @@ from kvrt.kvstore import PRESETS, Geometry, PageLayout, estimate  # noqa: E402
 README = ROOT / "README.md"
 RESULTS = ROOT / "tools" / "results" / "cpu.jsonl"
 QUALITY = RESULTS.with_name("quality.jsonl")
-CODEBOOKS = RESULTS.with_name("codebooks.jsonl")
 CACHE = RESULTS.with_name("cache.jsonl")
 SCAN = RESULTS.with_name("scan.jsonl")
 ATTENTION = RESULTS.with_name("attention.json")
@@ -175,35 +175,14 @@ def speed() -> str:
     return "\n".join(lines)
 
 
-def codebooks() -> str:
-    """Errors of trainers (tools/bench_codebooks.py): data and samples, by stage."""
-    rows = [json.loads(line) for line in CODEBOOKS.read_text().splitlines()]
-    errors: dict[tuple[str, int], dict[str, str]] = {}
-    for row in rows:
-        if "errors" in row:
-            words = " ".join(f"{error:.3f}" for error in row["errors"])
-            errors.setdefault((row["data"], row["samples"]), {})[row["trainer"]] = words
-    lines = [
-        "| data, samples | k-means | SimVQ, frozen | SimVQ, then free |",
-        "| --- | --- | --- | --- |",
-    ]
-    for (data, samples), of in errors.items():
-        cells = " | ".join(of[trainer] for trainer in ("k-means", "simvq", "free"))
-        lines.append(f"| {data}, {samples:,} | {cells} |")
-    uses = [use for row in rows if row.get("trainer") == "free" for use in row["used"]]
-    timed = [row for row in rows if "timed" in row]
-    words = "; ".join(f"{row['timed']}, {row['stages']} stages: {row['seconds']} s" for row in timed)
-    lines += ["", f"Entries in use {min(uses):.1%} at least. {timed[-1]['device']}: {words}."]
-    return "\n".join(lines)
-
-
 def main() -> None:
     text = README.read_text(encoding="utf-8")
     new = text
     tables = {
         "formats": formats(), "quality": quality(), "attention": attention(),
         "cache-speed": cache_speed(), "scan": scan(), "speed": speed(),
-        "codebooks": codebooks(), "gpu": gpu_tables.section(RESULTS.parent),
+        "trainers": codebook_tables.trainers(RESULTS.parent),
+        "books": codebook_tables.quality(RESULTS.parent), "gpu": gpu_tables.section(RESULTS.parent),
         "prompts": prompt_tables.section(RESULTS.parent),
     }  # fmt: skip
     for name, table in tables.items():

@@ -60,7 +60,13 @@ def shared_bytes(dim: int, key_books: int, value_books: int) -> int:
     states = _WARPS * (8 * (dim + 4) + 16) * 4  # STATE_FLOATS of attend_softmax.cuh
     scores = key_books * 256 * QUERY_HEADS * 2
     weights = _WARPS * 64 * 16
-    return value_books * _BOOK_BYTES + max(scores, states) + weights + QUERY_HEADS * (dim + 8) * 4 + 8 * dim
+    return (
+        value_books * _BOOK_BYTES
+        + max(scores, states)
+        + weights
+        + QUERY_HEADS * (dim + 8) * 4
+        + 8 * dim
+    )
 
 
 def books_defines(settings: Sequence[int], shared: int) -> dict[str, Any]:

@@ -19,9 +19,7 @@ def check_readable(head_dim: int, codecs: tuple[int, int], kinds: tuple[int, int
     if (kinds[0] == BF16) != (kinds[1] == BF16):
         raise UnsupportedError("on a GPU, keys and values are both bf16 or neither is")
     if (codecs[0] == VQ) != (codecs[1] == VQ):
-        raise UnsupportedError(
-            "on a GPU, keys and values are both vector-quantised or neither is"
-        )
+        raise UnsupportedError("on a GPU, keys and values are both vector-quantised or neither is")
     if (codecs[0] == DENSE) != (codecs[1] == DENSE):
         raise UnsupportedError("on a GPU, keys and values are both packed or neither is")
     if head_dim % 16 or not 16 <= head_dim <= 256:

@@ -79,7 +79,9 @@ def group_places(books: int, groups: int, is_value: bool) -> Iterator[tuple[int,
                     for i in range(2):
                         for stage in range(books // groups):
                             within = 4 * ((i + lane // 4) % 2) + lane % 4
-                            stream.append((stage * groups + 8 * row + within, 8 * octet + lane // 4))
+                            stream.append(
+                                (stage * groups + 8 * row + within, 8 * octet + lane // 4)
+                            )
         else:
             for octet in range(8):
                 for t in range(books // 4):
