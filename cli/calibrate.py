@@ -16,7 +16,7 @@ from .device_options import common_options
 from .options import ModelChoice, open_model
 
 _CHARACTERS = 2
-"""Of the made-up text, for each token to read, of which half are of it: a token has 2.3 or more."""
+"""Of made-up text, for each token to read: half of these are of it, and one has less than four."""
 
 if TYPE_CHECKING:
     from ..calibrate_codebooks import BookOptions, BookReport

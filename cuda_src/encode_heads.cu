@@ -127,7 +127,7 @@ KVRT_INLINE int decide(const Found& found, const float* rest, const Books& books
 #pragma unroll
   for (int i = 1; i < 8; ++i) least = fminf(least, found.of[i].first);
   const float limit = least + bound;
-  if (!(limit < 1e30f)) return -1;
+  if (!(fabsf(limit) < 1e30f)) return -1;  // numbers beyond halves make infinite distances, of either sign
   int near = 0, index = 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {

@@ -115,11 +115,10 @@ class BookTrainer:
                 rows = (rows - centre) * scale
                 yield f"{books.name}.centre", centre
                 yield f"{books.name}.scale", scale
-            order = np.tile(np.arange(self._shape[1]), (self._shape[0], 1))
             if books.codec.grouped and not books.is_value:
                 order = np.stack([balanced_order(of_head) for of_head in rows.var(0)])
-                yield f"{books.name}.order", order.astype(np.int32)
-            rows = np.take_along_axis(rows, order[None], axis=2)  # group by group
+                yield f"{books.name}.order", order
+                rows = np.take_along_axis(rows, order[None], axis=2)  # group by group
             kind = "w" if self._options.simvq else "entries"
             yield f"{books.name}.{kind}", self._train(books, rows, self._weights(layer, books))
 
@@ -196,7 +195,7 @@ class BookTrainer:
 
 
 def balanced_order(variances: np.ndarray) -> np.ndarray:
-    """Channels (head_dim,) of a head in groups of 8, from their variances (head_dim,).
+    """Channels (head_dim,) i32 of a head in groups of 8, from their variances (head_dim,).
 
     A group is four RoPE pairs: the first channels of each, then their partners. Pairs are dealt out
     from the strongest on, each to the group that has the fewest, and of these the weakest, pairs.
@@ -209,4 +208,5 @@ def balanced_order(variances: np.ndarray) -> np.ndarray:
         weakest = min(range(len(groups)), key=lambda g: (len(groups[g]), sums[g]))
         groups[weakest].append(int(pair))
         sums[weakest] += float(strength[pair])
-    return np.concatenate([[*group, *(half + pair for pair in group)] for group in groups])
+    fours = np.array(groups, np.int32)[:, None]  # (groups, 1, 4)
+    return np.concatenate([fours, fours + half], axis=1).ravel()

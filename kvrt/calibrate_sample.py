@@ -73,9 +73,9 @@ def collect(
 
     count = max(1, tokens // context)
     windows = _spread(cut_windows(documents, context), count - count // 2 if lookup else count)
-    if lookup:
-        more = _spread(cut_windows([lookup], context), min(len(windows), count - len(windows)))
-        windows = np.concatenate([windows, more])
+    wanted = min(len(windows), count - len(windows))
+    if wanted and len(lookup) >= context:
+        windows = np.concatenate([windows, _spread(cut_windows([lookup], context), wanted)])
     geometry = cache_geometry(model.config)
     per_token = 4 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim
     stride = -(-windows.size * per_token // sample_bytes)

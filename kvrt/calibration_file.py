@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from .calibration import Calibration, Origin, digest_of, fingerprint_of
-from .calibration_parts import NUQ, Kind, expected_tensors, part_of, stored_parts
+from .calibration_parts import NUQ, Kind, expected_tensors, is_order, part_of, stored_parts
 from .errors import StorageError, UnsupportedError, UsageError
 from .fields import shown
 from .kvstore.layout import Geometry
@@ -103,10 +103,8 @@ class CalibrationFile:
                 f"{self.path}: damaged, the tensors are not those it was written with"
             )
         for name, tensor in found.items():
-            if not all(np.isfinite(layer).all() for layer in tensor):
-                raise StorageError(f"{self.path}: {name} holds numbers that are not finite")
-            if name.endswith(".scale") and not (tensor > 0).all():
-                raise StorageError(f"{self.path}: {name} holds numbers that are not above 0")
+            if wrong := _wrong_numbers(name, tensor):
+                raise StorageError(f"{self.path}: {name} holds {wrong}")
         return made
 
 
@@ -217,6 +215,20 @@ def _check_kinds(path: Path, found: Mapping[str, Kind], expected: Mapping[str, K
         f"{path}: tensor {shown(wrong)} is {_spelled(found.get(wrong))}, "
         f"expected {_spelled(expected.get(wrong))}"
     )
+
+
+def _wrong_numbers(name: str, tensor: np.ndarray) -> str:
+    """What a tensor holds that it cannot, in words; nothing where all is well."""
+    if not all(np.isfinite(layer).all() for layer in tensor):
+        return "numbers that are not finite"
+    if name.endswith(".scale") and not (tensor > 0).all():
+        return "numbers that are not above 0"
+    if name.endswith(".order") and not is_order(tensor):
+        return (
+            "an order of channels that cannot be, expected each channel of a head once, in groups "
+            "of four and their partners in RoPE"
+        )
+    return ""
 
 
 def _spelled(tensor: Kind | None) -> str:

@@ -8,7 +8,7 @@ side, the codec without its stages, for keys their form, and `had`, such as `k.p
   the first ones. Or, of SimVQ, NAME.w (layers, stages, sets * groups, d, d) f16, from which, with a
   seed, the entries are made again;
 - for keys NAME.centre, NAME.scale (layers, num_kv_heads, head_dim) f32, and of groups NAME.order,
-  i32 of the same shape: permutations of the channels.
+  i32 of the same shape: the channels, group by group (`is_order`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .kvstore.codecs import Nuq, Vq
+from .kvstore.codecs.vq import GROUP
 from .kvstore.grammar import PQ, RVQ_ENTRIES
 
 if TYPE_CHECKING:
@@ -124,6 +125,17 @@ def nuq_tensors(geometry: Geometry) -> dict[str, Kind]:
                 for kind in ("levels", "read_levels"):
                     result[f"{side}.{share}.{bits}.{kind}"] = ((layers, 2**bits), _F32)
     return result
+
+
+def is_order(order: np.ndarray) -> bool:
+    """Whether rows of order (..., head_dim) i32 put channels into groups as keys of pq have them.
+
+    Each channel is there once; a group's last four are the RoPE partners of its first.
+    """
+    dim = order.shape[-1]
+    pairs = order.reshape(-1, dim // GROUP, 2, GROUP // 2)
+    whole = (np.sort(order, axis=-1) == np.arange(dim)).all()
+    return bool(whole and (pairs[:, :, 1] - pairs[:, :, 0] == dim // 2).all())
 
 
 def part_of(tensor: str) -> str:

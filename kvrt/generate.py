@@ -234,6 +234,7 @@ def load(
         check_threads,
         default_device,
         get_ops,
+        shared_memory,
     )
     from .backends.memory import release_freed
     from .calibrations import Calibrations
@@ -253,8 +254,9 @@ def load(
     geometry = cache_geometry(config)
     spec.check(geometry, source.context_limit)
     device = default_device() if device is None else device
+    shared = 0 if device == "cpu" else shared_memory(device)
     if device != "cpu":
-        check_gpu_format(geometry, spec)
+        check_gpu_format(geometry, spec, shared)
     check_threads(device, threads)
     sampling = source.sampling()
     tokenizer = source.tokenizer()
@@ -293,7 +295,7 @@ def load(
         spec=spec,
         max_context=limit,
         weight_bytes=weights.nbytes,
-        new_store=_store_maker(decoder, limit, calibrations, debug),
+        new_store=_store_maker(decoder, limit, calibrations, debug, shared),
         sampling=sampling,
         fingerprint=fingerprint,
         device=device,
@@ -310,24 +312,36 @@ def cache_geometry(config: ModelConfig) -> Geometry:
     )  # fmt: skip
 
 
-def check_gpu_format(geometry: Geometry, spec: KVSpec) -> None:
-    """Raise UnsupportedError for a cache format that only a CPU reads."""
-    from .backends.cpu_math import KINDS
-    from .backends.gpu_formats import check_readable
+def check_gpu_format(geometry: Geometry, spec: KVSpec, shared: int) -> None:
+    """Raise UnsupportedError for a cache format that only a CPU reads.
 
-    for sides in {spec.sides(layer) for layer in range(geometry.num_layers)}:
-        k, v = (side.codec for side in sides)
+    `shared`: bytes of shared memory that a block may have on the GPU.
+    """
+    from .backends.cpu_math import KINDS
+    from .backends.gpu_formats import LayerFormat, check_readable
+    from .kvstore.basis import FORMS
+
+    heads, dim = geometry.num_kv_heads, geometry.head_dim
+    for keys, values in {spec.sides(layer) for layer in range(geometry.num_layers)}:
+        k, v = keys.codec, values.codec
         kinds = KINDS[k.exact_dtype], KINDS[v.exact_dtype]
+        own = k.settings(False, heads, dim), v.settings(True, heads, dim)
+        layer = LayerFormat(
+            dim, (k.number, v.number), kinds, own, FORMS[keys.rope], geometry.key_bias
+        )
         try:
-            check_readable(geometry.head_dim, (k.number, v.number), kinds)
+            check_readable(layer, shared)
         except UnsupportedError as error:
             raise UnsupportedError(f"cache format {spec}: {error}") from None
 
 
 def _store_maker(
-    decoder: Decoder, limit: int, calibrations: Calibrations, debug: bool
+    decoder: Decoder, limit: int, calibrations: Calibrations, debug: bool, shared: int
 ) -> Callable[[KVSpec], Store]:
-    """A function that makes empty caches for a decoder, in any format."""
+    """A function that makes empty caches for a decoder, in any format.
+
+    `shared`: bytes of shared memory that a block may have, on a GPU.
+    """
     from .kvstore import KVStore
     from .trizone.store import ZoneStore
 
@@ -341,7 +355,7 @@ def _store_maker(
                 rotary=decoder.rotary, query_heads=config.num_heads, debug=debug,
             )  # fmt: skip
         if decoder.ops.name == "cuda":
-            check_gpu_format(cache_geometry(config), spec)
+            check_gpu_format(cache_geometry(config), spec, shared)
         return KVStore(
             cache_geometry(config), spec, decoder.ops, limit,
             rotary=decoder.rotary, key_bias=biases,

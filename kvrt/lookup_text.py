@@ -1,6 +1,6 @@
-"""Text that is rich in what prose lacks: numbers, keys, names, code. Codebooks are fitted to it too.
+"""Text that is rich in what prose lacks: numbers, keys, names, code; for codebooks.
 
-A codebook fitted to prose alone has no entries near the keys of rare digits and letters, and caches
+Codebooks fitted to prose alone have no entries near the keys of rare digits and letters, and caches
 lose what they are asked for. The text is made of a prose's words and sentences and of a seed, and
 of nothing else: the same everywhere.
 """
@@ -14,20 +14,20 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-FIRST_NAMES = (
-    "Alice Bruno Carla Dmitri Elena Farid Grace Hiro Ines Jonas Keiko Liam Marta Nadia Omar Priya "
-    "Quentin Rosa Stefan Tara Umar Vera Wendell Xenia Yusuf Zoe"
-).split()
-LAST_NAMES = (
-    "Abbott Brandt Castillo Dubois Eriksen Fischer Gupta Hansen Ivanova Jensen Kowalski Larsen "
-    "Moreau Nakamura Okafor Petrov Quigley Rossi Sato Tanaka Ueda Varga Weber Xu Yilmaz Zhang"
-).split()
-TOWNS = (
-    "Ashford Brookdale Clearwater Dunmore Eastvale Fairview Greenhill Holmby Ironbridge Kingsley "
-    "Lakeside Millbrook Northgate Oakham Pinehurst Redfield Silverton Thornbury Westport"
-).split()
+FIRST_NAMES, LAST_NAMES, TOWNS, COMMON_WORDS = (
+    names.split()
+    for names in (
+        "Alice Bruno Carla Dmitri Elena Farid Grace Hiro Ines Jonas Keiko Liam Marta Nadia Omar "
+        "Priya Quentin Rosa Stefan Tara Umar Vera Wendell Xenia Yusuf Zoe",
+        "Abbott Brandt Castillo Dubois Eriksen Fischer Gupta Hansen Ivanova Jensen Kowalski Larsen "
+        "Moreau Nakamura Okafor Petrov Quigley Rossi Sato Tanaka Ueda Varga Weber Xu Yilmaz Zhang",
+        "Ashford Brookdale Clearwater Dunmore Eastvale Fairview Greenhill Holmby Ironbridge "
+        "Kingsley Lakeside Millbrook Northgate Oakham Pinehurst Redfield Silverton Thornbury "
+        "Westport",
+        "time year people way day man thing world life hand part place week case",
+    )
+)
 SEPARATORS = (": ", " = ", " -> ", ",", "\t", " | ", ": ", ": ")
-COMMON_WORDS = "time year people way day man thing world life hand part place week case".split()
 
 
 def lookup_text(prose: str, characters: int, seed: int) -> str:
@@ -117,12 +117,13 @@ class _Maker:
         lines = [f"def {self._word()}_{self._word()}({names[0]}, {names[1]}):"]
         for _ in range(self._below(4, 14)):
             a, b = self._pick(names), self._pick(names)
-            lines += [
+            statements = (
                 f"    {a} = {b} * {self._digits(1, 5)} + {self._below(0, 99)}",
                 f"    if {a} > 0x{self._hex(4)}: {b} = {self._word()}({a}, '{self._word()}')",
                 f"    for {a} in range({self._below(1, 5000)}): self.{self._word()}.append({b})",
                 f"    assert {a} == {self._digits(2, 7)}, '{self._word()} {self._word()}'",
-            ][self._below(0, 4) :][:1]
+            )
+            lines.append(self._pick(statements))
         return "\n".join([*lines, f"    return {self._pick(names)}", ""])
 
     def _fact(self) -> str:

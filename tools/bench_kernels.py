@@ -39,12 +39,12 @@ from kvrt.backends.ops import Linear, Ops, RandomMatrix  # noqa: E402
 from kvrt.bench.environment import software  # noqa: E402
 from kvrt.bench.fill import RandomTokens  # noqa: E402
 from kvrt.bench.gpu import device_of, gpu_fields, gpu_versions  # noqa: E402
-from kvrt.normal_tables import NormalTables  # noqa: E402
 from kvrt.cli.kv_options import Format, resolve_formats  # noqa: E402
 from kvrt.cli.ranges import parse_counts  # noqa: E402
 from kvrt.errors import KernelError, KvrtError, UsageError  # noqa: E402
 from kvrt.kvstore import Geometry, KVSpec, KVStore, Rotary, estimate  # noqa: E402
 from kvrt.kvstore.stats import read_bytes  # noqa: E402
+from kvrt.normal_tables import NormalTables  # noqa: E402
 from kvrt.stores import Store  # noqa: E402
 from kvrt.trizone.store import ZoneStore  # noqa: E402
 

@@ -112,6 +112,12 @@ def available_memory(device: str) -> int:
     return _cuda(device).available_bytes()
 
 
+def shared_memory(device: str) -> int:
+    """Bytes of shared memory that a block may have on a GPU."""
+    check_device(device)
+    return _cuda(device).max_shared
+
+
 def _has_cupy() -> bool:
     return util.find_spec("cupy") is not None
 

@@ -7,7 +7,16 @@ from typing import Any
 
 from . import books_variant, view
 from .cpu_math import BF16
-from .gpu_formats import BLOCK, DENSE, FP8, INTQ, NUQ, check_readable
+from .gpu_formats import (
+    BLOCK,
+    DENSE,
+    FP8,
+    INTQ,
+    LARGEST_SHARED,
+    NUQ,
+    LayerFormat,
+    check_readable,
+)
 from .ops import PAGE_TOKENS
 
 QUERY_HEADS = 8
@@ -26,11 +35,8 @@ A multiprocessor has four schedulers: with 10 or 11 warps it is slower than with
 _FEW = 4
 """Query heads with which keys whose query is another for each page have a kernel of their own."""
 
-_SHARED = 227 * 1024
-"""Bytes of shared memory that a CTA may have on the largest devices."""
-
 _OWN_SHARED = 1024
-"""Those of them, at most, that are not dynamic."""
+"""Bytes of a CTA's shared memory, at most, that are not dynamic."""
 
 _LEVELS = 32
 """Bytes of the levels of one side."""
@@ -54,8 +60,7 @@ def attend_defines(settings: Sequence[int], group: int = QUERY_HEADS) -> dict[st
     """
     row = [int(value) for value in settings]
     dim = row[view.DIM]
-    codecs = row[view.KEY_SIDE + view.CODEC], row[view.VALUE_SIDE + view.CODEC]
-    check_readable(dim, codecs, (row[view.KEY_KIND], row[view.VALUE_KIND]))
+    check_readable(LayerFormat.of(row))
     defines: dict[str, Any] = {
         "HEAD_DIM": dim,
         "FORM": row[view.FORM],
@@ -197,7 +202,7 @@ def _candidates(defines: dict[str, Any]) -> Iterator[tuple[dict[str, Any], int, 
 
 
 def compiled(
-    settings: Sequence[int], shared: int = _SHARED, group: int = QUERY_HEADS
+    settings: Sequence[int], shared: int = LARGEST_SHARED, group: int = QUERY_HEADS
 ) -> dict[str, Any]:
     """All -D options that a layer's kernel is compiled with: `attend_defines` and its shape.
 
@@ -210,7 +215,7 @@ def compiled(
 
 
 def chosen(
-    settings: Sequence[int], shared: int = _SHARED, group: int = QUERY_HEADS
+    settings: Sequence[int], shared: int = LARGEST_SHARED, group: int = QUERY_HEADS
 ) -> tuple[str, dict[str, Any], int]:
     """Source and -D options of the kernel that reads a layer, and the query heads of a CTA of it.
 

@@ -1,4 +1,4 @@
-"""Decode attention over product-residual codes (pq8x256): which variant of attend_books.cu it is."""
+"""Attention over product-residual codes (pq8x256): which variant of attend_books.cu it is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import UnsupportedError
 from . import view
-from .gpu_formats import VQ
+from .gpu_formats import VQ, LayerFormat, check_readable
 from .view import PAGE_TOKENS
 
 QUERY_HEADS = 4
@@ -53,40 +53,41 @@ def encode_shared(dim: int) -> int:
 
 
 def shared_bytes(dim: int, key_books: int, value_books: int) -> int:
-    """Dynamic shared memory of a CTA.
-
-    Books of values, the table of scores, weights, queries, units of keys.
-    """
+    """Dynamic shared memory of a CTA: books of values, scores, weights, queries, units of keys."""
     states = _WARPS * (8 * (dim + 4) + 16) * 4  # STATE_FLOATS of attend_softmax.cuh
     scores = key_books * 256 * QUERY_HEADS * 2
-    weights = _WARPS * 64 * 16
-    return (
-        value_books * _BOOK_BYTES
-        + max(scores, states)
-        + weights
-        + QUERY_HEADS * (dim + 8) * 4
-        + 8 * dim
-    )
+    weights, queries, units = _WARPS * 64 * 16, QUERY_HEADS * (dim + 8) * 4, 8 * dim
+    return value_books * _BOOK_BYTES + max(scores, states) + weights + queries + units
 
 
-def books_defines(settings: Sequence[int], shared: int) -> dict[str, Any]:
-    """All -D options, where a CTA may have so many bytes of shared memory.
+def check_books(dim: int, own: tuple[Sequence[int], Sequence[int]], shared: int) -> int:
+    """The dynamic shared memory that attention needs, where a CTA may have `shared` bytes.
 
-    Raises UnsupportedError where the codebooks do not fit.
+    own: the codecs' own settings, of keys and values. Raises UnsupportedError for codebooks that
+    are not for this kernel, or do not fit.
     """
-    row = [int(value) for value in settings]
-    dim = row[view.DIM]
-    sides = [_side(row, is_value) for is_value in (False, True)]
-    if any(side[view.OWN] != _GROUP for side in sides):
-        raise UnsupportedError("on a GPU, codebooks are those of pq8x256; rvq is for the CPU")
-    stages = [side[view.OWN + 1] for side in sides]
-    books = [count * dim // 8 for count in stages]
-    size = shared_bytes(dim, *books)
+    if any(side[0] != _GROUP for side in own):
+        raise UnsupportedError("on a GPU, keys and values are both pq8x256, or both rvq")
+    key_books, value_books = (side[1] * dim // _GROUP for side in own)
+    size = shared_bytes(dim, key_books, value_books)
     if size > shared - _OWN_SHARED:
         raise UnsupportedError(
             f"attention over these codebooks needs {size + _OWN_SHARED:,} bytes of shared memory a "
             f"block, this GPU has {shared:,}; fewer stages take less, such as vq1"
         )
+    return size
+
+
+def books_defines(settings: Sequence[int], shared: int) -> dict[str, Any]:
+    """All -D options, where a CTA may have so many bytes of shared memory.
+
+    Raises UnsupportedError for what the kernel cannot read.
+    """
+    layer = LayerFormat.of(settings)
+    check_readable(layer, shared)
+    row = [int(value) for value in settings]
+    dim, sides = layer.head_dim, [_side(row, is_value) for is_value in (False, True)]
+    stages = [side[view.OWN + 1] for side in sides]
     return {
         "HEAD_DIM": dim,
         "K_CODEC": VQ, "V_CODEC": VQ,
@@ -99,5 +100,5 @@ def books_defines(settings: Sequence[int], shared: int) -> dict[str, Any]:
         "RUN_BYTES": row[view.RUN_BYTES],
         "FORM": view.POST, "K_NORM": 0, "K_BIAS": 0, "FEW_HEADS": 0, "TURNED_TILES": dim // 16,
         "WARPS": _WARPS, "STAGES": 1, "BY_SIDE": 0, "LOOKUP": 0, "EXTRA_BYTES": 0,
-        "SHARED_BYTES": size,
+        "SHARED_BYTES": check_books(dim, layer.own, shared),
     }  # fmt: skip

@@ -82,9 +82,8 @@ def _variant(settings: bytes, shared: int, group: int) -> tuple[str, dict[str, A
 
 def _how_to_seal(view: PageView) -> tuple[tuple[str, ...], tuple[bool, bool]]:
     """What layers must have in common to be sealed by one launch."""
-    settings = view.settings
-    whole = (books_variant.whole_heads(settings, side) for side in (False, True))
-    return view.surveys, tuple(whole)
+    of_keys, of_values = (books_variant.whole_heads(view.settings, side) for side in (False, True))
+    return view.surveys, (of_keys, of_values)
 
 
 def prefill_geometry(dim: int) -> tuple[int, int]:

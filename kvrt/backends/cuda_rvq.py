@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import KernelError, UnsupportedError
+from ..errors import UnsupportedError
 from . import view as place
-from .cpu_math import BF16, F32
-from .gpu_formats import VQ
+from .cpu_math import BF16
+from .gpu_formats import VQ, LayerFormat, check_readable
 from .ops import Array
 from .view import PageView
 
@@ -59,12 +59,11 @@ def _blocks(stages: int) -> int:
     return stages // 16 + stages // 8 % 2 + stages // 4 % 2 + (stages % 4 > 0)
 
 
-def _shared_bytes(defines: dict[str, Any]) -> int:
+def _shared_bytes(dim: int, key_bits: int, value_bits: int, value_stages: int) -> int:
     """Dynamic shared memory of attend_rvq, as attend_rvq.cu counts it."""
-    dim, entries = defines["HEAD_DIM"], 1 << defines["V_BITS"]
-    table = (1 << defines["K_BITS"]) * _SLOTS * _HEADS * 2
-    wide = defines["V_STAGES"] > 8 and defines["V_BITS"] < 10  # V_BOOKS is 16, else 8
-    histogram = entries * (2 if wide else 1) * 128
+    table = (1 << key_bits) * _SLOTS * _HEADS * 2
+    wide = value_stages > 8 and value_bits < 10  # V_BOOKS is 16, else 8
+    histogram = (1 << value_bits) * (2 if wide else 1) * 128
     exact = _HEADS * (dim + 2) * 4
     weights = 2 * (512 + 32) if wide else 4 * (256 + 16)
     return max(table, histogram) + _WARPS * (max(exact, weights) + 8 * (_WARP_PAGES + 1))
@@ -75,29 +74,44 @@ def sum_shared(dim: int, bits: int, splits: int) -> int:
     return (16 << bits) + _WARPS * _HEADS * (dim + 8) * 4 + 2 * splits * 16
 
 
+def check_heads(dim: int, own: tuple[Sequence[int], Sequence[int]], shared: int) -> int:
+    """The dynamic shared memory that attention needs, where a CTA may have `shared` bytes.
+
+    own: the codecs' own settings, of keys and values. Raises UnsupportedError for codebooks that
+    the kernels do not read, or do not fit.
+    """
+    (_, key_stages, key_bits, *_), (_, value_stages, value_bits, *_) = own
+    most = 8 + _MOST_FURTHER
+    if dim not in HEAD_DIMS:
+        raise UnsupportedError(
+            f"on a GPU, rvq is for a head_dim of 64 or 128, got {dim}; vq2 works"
+        )
+    if any(side[4] for side in own):
+        raise UnsupportedError("on a GPU, heads share the books of rvq; pq8x256 takes perhead")
+    if max(key_bits, value_bits) > most:
+        raise UnsupportedError(f"on a GPU, books of rvq have at most {1 << most} entries")
+    size = _shared_bytes(dim, key_bits, value_bits, value_stages)
+    if size + _OWN_SHARED > shared:
+        raise UnsupportedError(
+            f"attention over rvq{key_stages}x{1 << key_bits} needs {size + _OWN_SHARED:,} bytes of "
+            f"shared memory a block, this GPU has {shared:,}; fewer entries take less"
+        )
+    return size
+
+
 def rvq_defines(settings: Sequence[int], shared: int) -> dict[str, Any]:
     """All -D options of attend_rvq.cu, where a block may have so many bytes of shared memory.
 
-    Raises UnsupportedError for a layer that the kernels do not read, KernelError where a block
-    does not fit.
+    Raises UnsupportedError for what the kernels cannot read.
     """
     row = [int(value) for value in settings]
-    dim = row[place.DIM]
-    if dim not in HEAD_DIMS:
-        raise UnsupportedError(f"on a GPU, rvq is for a head_dim of 64 or 128, got {dim}")
-    if row[place.FORM] != place.POST:
-        raise UnsupportedError("on a GPU, keys in rvq are kept after RoPE")
-    kinds = {row[place.KEY_KIND], row[place.VALUE_KIND]}
-    if F32 in kinds or len(kinds) > 1:
-        raise UnsupportedError("on a GPU, the exact tokens of rvq are all f16 or all bf16")
-    if any(row[start + place.OWN + 4] for start in _SIDES):
-        raise UnsupportedError("on a GPU, heads share the books of rvq: perhead is for pq8x256")
-    if row[place.KEY_BIAS]:
-        raise UnsupportedError("on a GPU, rvq is not for models whose keys have a bias")
+    layer = LayerFormat.of(row)
+    check_readable(layer, shared)
     defines: dict[str, Any] = {
-        "HEAD_DIM": dim,
-        "EXACT_KIND": 2 if row[place.KEY_KIND] == BF16 else 1,
+        "HEAD_DIM": layer.head_dim,
+        "EXACT_KIND": 2 if BF16 in layer.kinds else 1,
         "RUN_BYTES": row[place.RUN_BYTES],
+        "SHARED_BYTES": check_heads(layer.head_dim, layer.own, shared),
     }
     for letter, start in zip("KV", _SIDES, strict=True):
         defines |= {
@@ -105,16 +119,6 @@ def rvq_defines(settings: Sequence[int], shared: int) -> dict[str, Any]:
             f"{letter}_BITS": row[start + place.OWN + 2],
             f"{letter}_CODES_OFFSET": row[start + place.CODES],
         }
-    defines["SHARED_BYTES"] = _shared_bytes(defines)
-    most = 8 + _MOST_FURTHER
-    if max(defines["K_BITS"], defines["V_BITS"]) > most:
-        raise UnsupportedError(f"on a GPU, books of rvq have at most {1 << most} entries")
-    if defines["SHARED_BYTES"] + _OWN_SHARED > shared:
-        raise KernelError(
-            f"attention over rvq{defines['K_STAGES']}x{1 << defines['K_BITS']} needs "
-            f"{defines['SHARED_BYTES'] + _OWN_SHARED} bytes of shared memory a block; this device "
-            f"has {shared}"
-        )
     return defines
 
 

@@ -12,6 +12,7 @@ from .books_variant import encode_shared
 from .cpu_math import BF16, F16
 from .cuda_rvq import rvq_defines
 from .cuda_zones import zone_defines
+from .gpu_formats import VQ
 
 HEAD_DIMS = (64, 80, 96, 112, 128, 192, 256)
 """Head sizes that prefill attention has a variant for."""
@@ -71,6 +72,7 @@ def _of_rvq() -> Iterator[Variant]:
     for kind, dim, *sides in RVQ:
         settings, offset = [0] * view.LAYER_SETTINGS, 0
         for start, (stages, bits) in zip((view.KEY_SIDE, view.VALUE_SIDE), sides, strict=True):
+            settings[start + view.CODEC] = VQ
             settings[start + view.OWN : start + view.OWN + 4] = dim, stages, bits, 1
             settings[start + view.CODES] = offset
             offset += -(-8 * stages * bits // 16) * 16

@@ -58,8 +58,8 @@ SIDE_SETTINGS = 16
 CODEC, CODES, META, SHARED, OWN, STATE, TABLE, WORK = 0, 1, 2, 3, 4, 10, 11, 12
 """Their order: the codec's number; offsets of codes and meta in a head's run, of the shared part in
 what all heads share; six settings of the codec's own; addresses of the layer's measured state and
-of its fitted tables; bytes of
-scratch that a CPU needs to encode one head, beside its tile and codes."""
+of its fitted tables; bytes of scratch that a CPU needs to encode one head, beside its tile and
+codes."""
 
 POST, PAGE, PRE = 0, 1, 2
 """Keys after RoPE; rotated by their offset in the page only; before RoPE."""

@@ -28,7 +28,7 @@ __all__ = [
     "bytes_per_token",
     "estimate",
     "fixed_bytes",
-    "smaller_from",
     "load_store",
     "save_store",
+    "smaller_from",
 ]

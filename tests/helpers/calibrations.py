@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 from kvrt.calibration import Calibration, Origin, expected_tensors
 from kvrt.calibration_parts import books_of
 from kvrt.kvstore import Geometry
+from tests.helpers.codecs import scattered_order
 
 MODEL = "ab" * 32
 """The fingerprint of the model that it says it is of."""
@@ -55,8 +56,13 @@ def books_by_hand(
         books = books_of(name, stages)
         assert books is not None
         for tensor, (shape, dtype) in books.tensors(geometry).items():
-            numbers = rng.standard_normal(shape) / 2
-            made[tensor] = (np.exp(numbers) if tensor.endswith(".scale") else numbers).astype(dtype)
+            if tensor.endswith(".order"):
+                rows = [scattered_order(shape[-1], int(start)) for start in rng.integers(0, 99, 64)]
+                found = np.stack(rows)[rng.integers(0, len(rows), shape[:-1])]
+            else:
+                found = rng.standard_normal(shape) / 2
+                found = np.exp(found) if tensor.endswith(".scale") else found
+            made[tensor] = found.astype(dtype)
     origin = Origin("by-hand", model, geometry, ("cd" * 32,), 4096)
     return Calibration(origin, made)
 

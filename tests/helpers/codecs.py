@@ -60,8 +60,8 @@ DENSE = tuple(
     if all(isinstance(s.codec, Dense) for layer in (0, 1) for s in KVSpec.parse(text).sides(layer))
 )
 PACKED = tuple(text for text in MATRIX if text not in DENSE)
-ON_GPU = tuple(text for text in MATRIX if "pq" not in text and "rvq" not in text)
-"""Those that a GPU's kernels read and write."""
+ON_GPU = MATRIX
+"""Those that a GPU's kernels write, and give back."""
 
 GEOMETRY = Geometry(num_layers=2, num_kv_heads=2, head_dim=64)
 """One that every format fits."""
@@ -84,6 +84,14 @@ def rotary_for(geometry: Geometry, theta: float = 10000.0, amplitude: float = 1.
     """RoPE as most models have it."""
     half = geometry.head_dim // 2
     return Rotary(theta ** (-np.arange(half, dtype=np.float64) / half), amplitude)
+
+
+def scattered_order(dim: int, head: int = 0) -> np.ndarray:
+    """Channels (dim,) i32 of a head in groups of 8: four that are far apart, and their partners."""
+    half = dim // 2
+    pairs = (np.arange(half) * 11 + 3 * head) % half  # half is 32 times a number up to 10
+    fours = pairs.reshape(-1, 1, 4)
+    return np.concatenate([fours, fours + half], axis=1).ravel().astype(np.int32)
 
 
 class FittedTables:
@@ -122,7 +130,7 @@ class FittedTables:
         scale = (0.75 + channel % 23 / 32).astype(np.float32)  # (heads, dim)
         order = codec.plain_order(heads, dim)
         if codec.grouped:  # each head has other groups
-            order = np.stack([np.roll(row, 4 * (3 + head)) for head, row in enumerate(order)])
+            order = np.stack([scattered_order(dim, head) for head in range(heads)])
         return VqBooks(entries.astype(np.float16), centre, scale, order)
 
     def tables(self, layer: int, is_value: bool, codec: Nuq, rope: str = "post") -> NuqTables:

@@ -4,13 +4,18 @@ copies happen as late as they may."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+
+from kvrt import backends
+from kvrt.backends import cuda_device, nvrtc
 
 FREE, TOTAL = 6 << 30, 8 << 30  # bytes of the device that the driver speaks of
+SHARED = 232448  # bytes of shared memory that a block may have
 
 
 class FakeStream:
@@ -116,7 +121,7 @@ class FakeGpu:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.attributes = {"MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 232448}
+        self.attributes = {"MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": SHARED}
 
     def use(self) -> None:
         FakeGpu.current = self.index
@@ -188,6 +193,18 @@ class FakeCupy:
         assert kind == 1
         self.copies.append(size)
         self.streams[stream].put(lambda: void(ctypes.memmove(target, source, size)))
+
+
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCupy]:
+    """Two GPUs and a compiler, for a fixture."""
+    fake = FakeCupy()
+    monkeypatch.setattr(backends, "_has_cupy", lambda: True)
+    monkeypatch.setattr(cuda_device.importlib, "import_module", lambda name: fake)
+    compiler = SimpleNamespace(version=(13, 0), where="here")
+    monkeypatch.setattr(nvrtc, "find_compiler", lambda newest=None: compiler)
+    cuda_device.get_device.cache_clear()
+    yield fake
+    cuda_device.get_device.cache_clear()
 
 
 def void(_: object) -> None: ...

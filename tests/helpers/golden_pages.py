@@ -33,7 +33,7 @@ def sides() -> Iterator[str]:
         yield f"int{bits}:channel:g64:had"
     for bits in (2, 3, 4):
         yield from (f"nuq{bits}", f"nuq{bits}:1%:qnorm")
-    yield from ("pq8x256:r1", "pq8x256:r2:had", "pq8x256:r3")
+    yield from ("pq8x256:r1", "pq8x256:r2:had", "pq8x256:r3", "pq8x256:r3:perhead")
     yield from (
         "rvq2x256",
         "rvq3x512:had",
@@ -41,6 +41,7 @@ def sides() -> Iterator[str]:
         "rvq1x2048",
         "rvq1x4096",
         "rvq5x256:scaled",
+        "rvq2x256:perhead",
     )
 
 

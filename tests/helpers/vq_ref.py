@@ -7,6 +7,8 @@ import numpy as np
 
 from kvrt.kvstore.codecs import VqBooks
 
+from .rvq_layer import RvqSide, pack_keys, pack_values
+
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """a * b + c of f32, rounded once: float64 holds the product, and the sum is rounded to odd."""
@@ -78,10 +80,8 @@ def group_places(books: int, groups: int, is_value: bool) -> Iterator[tuple[int,
                 for row in range(groups // 8):
                     for i in range(2):
                         for stage in range(books // groups):
-                            within = 4 * ((i + lane // 4) % 2) + lane % 4
-                            stream.append(
-                                (stage * groups + 8 * row + within, 8 * octet + lane // 4)
-                            )
+                            within = 4 * ((i + n) % 2) + q
+                            stream.append((stage * groups + 8 * row + within, 8 * octet + n))
         else:
             for octet in range(8):
                 for t in range(books // 4):
@@ -103,6 +103,5 @@ def pack(codes: np.ndarray, bits: int, width: int, is_value: bool) -> bytes:
             assert out[byte] == -1
             out[byte] = flat[book, token]
         return out.astype(np.uint8).tobytes()
-    low = (flat % 256).astype(np.uint8).tobytes()
-    further = flat[:, None] >> np.arange(8, bits)[None, :, None] & 1  # (books, bits - 8, 64)
-    return low + np.packbits(further.astype(np.uint8), axis=2, bitorder="little").tobytes()
+    side = RvqSide(books, bits)
+    return (pack_values if is_value else pack_keys)(flat, side).tobytes()

@@ -29,7 +29,9 @@ from tests.unit.test_layout import check_regions
 SEEDS = st.integers(0, 1 << 32)
 HEAD_DIMS = st.integers(1, 16).map(lambda tiles: 16 * tiles)
 PLACES = st.one_of(st.sampled_from((0, 1, 4, 63, 64)), st.integers(0, 100))
-FEW = st.builds(Vq, st.integers(1, 3), st.sampled_from((256, 512)), st.just(False), st.booleans())
+FEW = st.builds(
+    Vq, st.integers(1, 3), st.sampled_from((256, 512)), st.just(False), st.booleans(), st.booleans()
+)
 KEYS, VALUES = sides(values=False, rvq=FEW), sides(values=True, rvq=FEW)
 SPECS = st.builds(KVSpec, KEYS, VALUES, PLACES, PLACES)
 

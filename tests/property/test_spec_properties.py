@@ -18,8 +18,10 @@ FP8 = st.sampled_from(("e4m3", "e5m2")).map(Fp8)
 BLOCKS = st.sampled_from(("q8_0", "q4_0")).map(Block)
 NUQ = st.builds(Nuq, st.sampled_from((2, 3, 4)), BOOLS, BOOLS)
 
-PQ = st.builds(Vq, st.integers(1, 3), st.just(256), st.just(True))
-RVQ = st.builds(Vq, st.integers(1, 64), st.sampled_from((256, 1024, 4096)), st.just(False), BOOLS)
+PQ = st.builds(Vq, st.integers(1, 3), st.just(256), st.just(True), st.just(False), perhead=BOOLS)
+RVQ = st.builds(
+    Vq, st.integers(1, 64), st.sampled_from((256, 1024, 4096)), st.just(False), BOOLS, BOOLS
+)
 
 
 @st.composite
@@ -97,7 +99,7 @@ def test_order_and_spaces_do_not_matter(spec: KVSpec, order: random.Random, spac
 
 WORDS = """
     k= v= sink= window= layers[ ] - = , : % f16 bf16 e4m3 q8_0 int4 int nuq2 channel token g64 g128
-    had norm pre page post sym 1% qnorm r2 scaled pq8x256 rvq rvq8x512 vq2
+    had norm pre page post sym 1% qnorm r2 scaled perhead pq8x256 rvq rvq8x512 vq2
     kvrt4 kvquant2:1% 0 7 4096 99999999999999999999
 """
 PIECES = st.sampled_from(WORDS.split())

@@ -1,8 +1,7 @@
 """`kvrt calibrate --codec`: which vectors are coded, in which units, how they count."""
 
-import json
-from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,11 +9,10 @@ import pytest
 
 import kvrt
 from kvrt.calibrate import calibrate
-from kvrt.calibrate_codebooks import BookOptions, BookReport
-from kvrt.calibrate_sample import hadamard
+from kvrt.calibrate_codebooks import BookOptions, BookReport, balanced_order
+from kvrt.calibrate_sample import collect, hadamard
 from kvrt.calibration import Calibration
-from kvrt.calibration_parts import expected_tensors
-from kvrt.cli.main import run
+from kvrt.calibration_parts import expected_tensors, is_order
 from kvrt.generate import Model
 from kvrt.kvstore import Geometry, KVSpec
 from kvrt.kvstore.codecs import Vq
@@ -190,13 +188,20 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def test_groups_are_coded_by_themselves(wide: Model, calls: list[Call]) -> None:
     made, reports = fit(wide, "k=pq8x256:r2,v=pq8x256:r1")
     assert made.parts == {"k.pq8x256.post": 2, "v.pq8x256": 1}
+    found = {name: (tensor.shape, tensor.dtype) for name, tensor in made.tensors.items()}
+    assert found == expected_tensors(Geometry(2, 2, 64), made.parts)
+    order = made.tensors["k.pq8x256.post.order"][0]
+    assert is_order(order)
     assert made.tensors["k.pq8x256.post.entries"].shape == (2, 2, 8, 256, 8)
     assert len(calls) == 2 * 8 * 2 and len(reports) == 2
     _, keys, values = traced(wide)
     kept = keys.reshape(2, 2, CONTEXT, 2, 64)[0, :, 1:] * made.tensors["k.pq8x256.post.scale"][0]
+    for head in range(2):
+        strengths = kept[:, :, head].reshape(-1, 64).var(0)
+        np.testing.assert_array_equal(order[head], balanced_order(strengths))
     for group in (0, 3, 7):
-        where = [*range(4 * group, 4 * group + 4), *range(32 + 4 * group, 36 + 4 * group)]
-        want = kept[..., where].reshape(-1, 8)
+        where = order[:, 8 * group : 8 * group + 8]  # each head's own channels
+        want = np.stack([kept[:, :, head, where[head]] for head in range(2)], 2).reshape(-1, 8)
         np.testing.assert_allclose(calls[group].samples, want, atol=0.02)
         book = made.tensors["k.pq8x256.post.entries"][0, 0, group].astype(np.float64)
         # The stand-in's entries are samples, times 0.7.
@@ -204,6 +209,113 @@ def test_groups_are_coded_by_themselves(wide: Model, calls: list[Call]) -> None:
         assert far.max() < 0.01
     plain = values.reshape(2, 2, CONTEXT, 2, 64)[0, :, 1:, :, 24:32].reshape(-1, 8)
     np.testing.assert_allclose(calls[8 + 3].samples, plain, atol=2**-8)
+
+
+def test_heads_are_coded_by_themselves(wide: Model, calls: list[Call]) -> None:
+    made, reports = fit(wide, "k=pq8x256:r1:perhead,v=rvq2x256:perhead")
+    assert made.parts == {"k.pq8x256.perhead.post": 1, "v.rvq256.perhead": 2}
+    found = {name: (tensor.shape, tensor.dtype) for name, tensor in made.tensors.items()}
+    assert found == expected_tensors(Geometry(2, 2, 64), made.parts)
+    assert len(calls) == 2 * (2 * 8 + 2) and len(reports) == 2
+    assert {len(call.samples) for call in calls} == {2 * KEPT}
+    _, keys, values = traced(wide)
+    scale = made.tensors["k.pq8x256.perhead.post.scale"][0]
+    kept = keys.reshape(2, 2, CONTEXT, 2, 64)[0, :, 1:] * scale
+    order = made.tensors["k.pq8x256.perhead.post.order"][0]
+    for head, group in ((0, 5), (1, 0), (1, 7)):
+        want = kept[:, :, head, order[head, 8 * group : 8 * group + 8]].reshape(-1, 8)
+        call = calls[8 * head + group]
+        np.testing.assert_allclose(call.samples, want, atol=0.02)
+        book = made.tensors["k.pq8x256.perhead.post.entries"][0, 0, 8 * head + group]
+        far = np.abs(book.astype(np.float64)[:, None] / 0.7 - call.samples[None]).max(-1).min(1)
+        assert far.max() < 0.01
+    plain = values.reshape(2, 2, CONTEXT, 2, 64)[0, :, 1:, 1].reshape(-1, 64)
+    np.testing.assert_allclose(calls[16 + 1].samples, plain, atol=2**-8)
+    for call in calls:
+        assert call.weights is not None and call.weights.shape == call.samples.shape[:1]
+
+
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+def test_groups_are_of_strong_and_weak_pairs(dim: int) -> None:
+    """Nearly equal sums of log-variances, where neighbours have very different ones."""
+    half, codec = dim // 2, Vq(1, 256, True)
+    rng = np.random.default_rng(dim)
+    variances = np.tile(np.exp(np.linspace(6, -6, half)), 2) * np.exp(rng.normal(0, 0.3, dim))
+    order, plain = balanced_order(variances), codec.plain_order(1, dim)[0]
+    assert order.shape == (dim,) and order.dtype == np.int32 and is_order(order)
+
+    def spread(of: np.ndarray) -> float:
+        return float(np.log(variances[of]).reshape(-1, 8).sum(1).std())
+
+    assert spread(order) < spread(plain) / 5
+    np.testing.assert_array_equal(balanced_order(np.ones(dim)), balanced_order(np.ones(dim)))
+
+
+def test_channels_that_never_move_have_groups_too() -> None:
+    variances = np.ones(64)
+    variances[[3, 35, 40]] = 0
+    assert is_order(balanced_order(variances)) and is_order(balanced_order(np.zeros(64)))
+
+
+# --- a further text ---
+
+LOOKUP = "x1 = 24, y7 = 319, " * 60
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prose", "lookup"),
+    [
+        (4 * CONTEXT, 2, 2),
+        (3 * CONTEXT, 2, 1),
+        (CONTEXT, 1, 0),
+        (40 * CONTEXT, 3, 3),  # as many as there are of the texts
+    ],
+)
+def test_half_of_the_windows_are_of_the_further_text(
+    model: Model, tokens: int, prose: int, lookup: int
+) -> None:
+    texts, further = (model.tokenizer.encode(text) for text in (TEXT, LOOKUP))
+    assert len(texts) // CONTEXT == 3 and len(further) // CONTEXT > 3
+    seen: list[list[int]] = []
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(model.decoder, name)
+
+        def trace(self, ids: Any, show: Any) -> None:
+            seen.append([int(token) for token in ids])
+            model.decoder.trace(ids, show)
+
+    watched = SimpleNamespace(config=model.config, ops=model.ops, decoder=Watched())
+    sample = collect(watched, [texts], tokens=tokens, context=CONTEXT, lookup=further)  # type: ignore[arg-type]
+    own, made_up = ([*map(int, ids)] for ids in (texts, further))
+    windows = [
+        [ids[at : at + CONTEXT] for at in range(0, len(ids) - CONTEXT + 1, CONTEXT)]
+        for ids in (own, made_up)
+    ]
+    assert len(seen) == prose + lookup
+    assert all(ids in windows[0] for ids in seen[:prose])
+    assert all(ids in windows[1] for ids in seen[prose:])
+    assert sample.tokens == len(seen) * CONTEXT
+    assert len(sample.positions) == len(seen) * KEPT
+    assert len(np.concatenate(sample.layers[0].keys)) == len(sample.positions)
+
+
+def test_a_further_text_of_less_than_a_window_is_left_out(model: Model) -> None:
+    texts = model.tokenizer.encode(TEXT)
+    sample = collect(model, [texts], tokens=TOKENS, context=CONTEXT, lookup=texts[: CONTEXT - 1])
+    assert sample.tokens == CONTEXT
+
+
+def test_a_calibration_says_what_was_read_of_both(model: Model, calls: list[Call]) -> None:
+    texts, further = (model.tokenizer.encode(text) for text in (TEXT, LOOKUP))
+    made = calibrate(
+        model, [texts], ["ab" * 32], tokens=TOKENS, context=CONTEXT, lookup=further,
+        books=BookOptions(KVSpec.parse(PLAIN)),
+    )  # fmt: skip
+    assert made.origin.tokens == TOKENS and made.origin.texts == ("ab" * 32,)
+    assert made.fingerprint != fit(model, PLAIN)[0].fingerprint
+    assert [len(call.samples) for call in calls[:4]] == [2 * 2 * KEPT] * 4
 
 
 def test_simvq_keeps_projections(model: Model, tmp_path: Path) -> None:
@@ -247,95 +359,3 @@ def test_a_store_of_the_model_takes_it(
     want = model.decoder.decode(65, exact)
     assert np.isfinite(got).all()
     assert simvq or np.corrcoef(got, want)[0, 1] > 0.5
-
-
-# --- the command ---
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT, encoding="utf-8")
-    return str(path)
-
-
-SMALL = ("--tokens", "256", "--context", "128", "-t", "1")
-
-
-def command(folder: Path, text: str, path: Path, *more: str) -> Sequence[str]:
-    return ["calibrate", str(folder), "--text", text, "-o", str(path), *SMALL, *more]
-
-
-def test_a_good_run_writes_the_file(
-    folder: Path, text: str, tmp_path: Path, capsys: Any, calls: list[Call]
-) -> None:
-    path = tmp_path / "out.safetensors"
-    assert run([*command(folder, text, path, "--codec", PLAIN, "--seed", "7", "--json")]) == 0
-    out, err = capsys.readouterr()
-    made = Calibration.open(path)
-    told = json.loads(out)
-    books = told.pop("codebooks")
-    assert told == {
-        "path": str(path),
-        "tokens": 256,
-        "fingerprint": made.fingerprint,
-        "bytes": path.stat().st_size,
-    }
-    assert [book["name"] for book in books] == ["k.rvq256.post", "v.rvq256"]
-    assert [len(book["errors"]) for book in books] == [len(book["used"]) for book in books]
-    assert f"kvrt: k.rvq256.post: error {books[0]['errors'][0]:.4f} after 1" in err
-    assert "% of the entries used" in err
-    assert {call.seed for call in calls} == {7}
-
-
-def test_its_flags_reach_the_trainer(
-    folder: Path, text: str, tmp_path: Path, calls: list[Call]
-) -> None:
-    path = tmp_path / "out.safetensors"
-    assert run([*command(folder, text, path, "--codec", PLAIN, "--simvq", "--even")]) == 0
-    assert {call.mode for call in calls} == {"simvq"}
-    assert all(call.weights is None for call in calls)
-    assert Calibration.open(path).seeds
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (["--codec", "f16"], "--codec: 'f16' needs no calibration; nuq does, and formats such as"),
-        (["--codec", "vq9"], "--codec: expected nuq or a cache format: unknown cache format 'vq9'"),
-        (["--codec", "k=pq8x256,v=f16"], "pq8x256 needs its stages (r1|r2|r3)"),
-        (["--codec", "vq2"], "needs a head_dim that is a multiple of 64, this cache has 16"),
-        (["--simvq"], "--simvq is for codebooks, and --codec nuq has none"),
-        (["--even"], "--even is for codebooks, and --codec nuq has none"),
-        (["--codec", PLAIN, "--seed", "-1"], "--seed"),
-    ],
-)
-def test_wrong_requests_are_refused(
-    folder: Path, text: str, tmp_path: Path, capsys: Any, more: list[str], said: str
-) -> None:
-    path = tmp_path / "out.safetensors"
-    assert run([*command(folder, text, path, *more)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and said in err, err
-    assert not path.exists()
-
-
-def test_what_the_refusal_says_makes_what_is_missing(
-    folder: Path, text: str, tmp_path: Path, capsys: Any
-) -> None:
-    import re
-    import shlex
-
-    talk = ["generate", "-m", str(folder), "-p", "a", "-n", "2", "-t", "1", "--kv", PLAIN]
-    assert run(talk) == 2
-    message = capsys.readouterr().err
-    assert message.count("\n") == 1 and "k.rvq256.post, v.rvq256" in message
-    advised = re.findall(r"`kvrt (calibrate [^`]+)`", message)[0]
-    places = {"MODEL": str(folder), "FILE": text}
-    words = [places.get(word, word) for word in shlex.split(advised)]
-    own = Path(words[words.index("-o") + 1])
-    try:
-        assert run([*words, *SMALL]) == 0
-        assert run(talk) == 0
-    finally:
-        own.unlink()

@@ -6,31 +6,39 @@ What files of nuq and of codebooks have in common is in `test_calibration`.
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from kvrt import calibration_file
 from kvrt.backends.cpu import CpuOps
-from kvrt.calibration import FILE_NAME, Calibration
+from kvrt.calibration import Calibration
 from kvrt.calibration_file import CalibrationFile
-from kvrt.calibration_parts import book_name, needed_parts, part_of
-from kvrt.calibrations import Calibrations, Chosen
-from kvrt.config import ModelConfig
-from kvrt.errors import CodecError, KvrtError, StorageError, UnsupportedError
-from kvrt.fingerprint import model_fingerprint
+from kvrt.calibration_parts import book_name, expected_tensors, needed_parts, part_of
+from kvrt.errors import CodecError, KvrtError, StorageError
 from kvrt.kvstore import Geometry, KVSpec
 from kvrt.kvstore.codecs import Vq
-from tests.helpers.calibrations import MODEL, books_by_hand, calibration_by_hand, rewrite
+from tests.helpers.calibrations import books_by_hand, calibration_by_hand, rewrite
 from tests.helpers.stores import extend, new_store, random_tokens, read
-from tests.helpers.tiny_model import write_tiny_model
 
 GEOMETRY = Geometry(2, 2, 64)
-PARTS = {"k.pq8x256.post": 2, "k.pq8x256.page.had": 1, "k.rvq512.pre": 3, "v.rvq256.had": 2}
+PARTS = {
+    "k.pq8x256.post": 2,
+    "k.pq8x256.page.had": 1,
+    "k.pq8x256.perhead.pre": 1,
+    "k.rvq512.pre": 3,
+    "v.rvq256.had": 2,
+    "v.rvq256.perhead": 2,
+}
 PQ, RVQ, VALUES = Vq(2, 256, True), Vq(3, 512, False), Vq(2, 256, False)
+
+
+def own_books(codec: Vq) -> Vq:
+    """The same with books of each head."""
+    return replace(codec, perhead=True)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +72,10 @@ def test_names_say_side_codec_form_and_transform() -> None:
     assert book_name(RVQ, False, "pre") == "k.rvq512.pre"
     assert book_name(PQ, True) == "v.pq8x256"
     assert book_name(VALUES, True, had=True) == "v.rvq256.had"
+    assert book_name(own_books(PQ), False) == "k.pq8x256.perhead.post"
+    assert book_name(own_books(VALUES), True, had=True) == "v.rvq256.perhead.had"
     assert part_of("k.rvq512.pre.scale") == "k.rvq512.pre"
+    assert part_of("k.pq8x256.perhead.page.had.order") == "k.pq8x256.perhead.page.had"
     assert part_of("k.post.1%.low") == part_of("v.sensitivity") == "nuq"
 
 
@@ -77,6 +88,26 @@ def test_a_format_needs_the_most_stages_of_any_layer() -> None:
         "nuq": 0, "k.pq8x256.post": 3, "v.pq8x256": 1, "k.rvq1024.post": 14, "v.rvq512.had": 4,
     }  # fmt: skip
     assert needed_parts(KVSpec.parse("kivi4"), GEOMETRY) == {}
+    # Those of all heads are others.
+    spec = KVSpec.parse("vq2,layers[1]=k=pq8x256:r1,v=pq8x256:r2:perhead")
+    assert needed_parts(spec, GEOMETRY) == {
+        "k.pq8x256.perhead.post": 3, "k.pq8x256.post": 1, "v.pq8x256.perhead": 2,
+    }  # fmt: skip
+
+
+def test_the_tensors_of_a_part() -> None:
+    shapes = {
+        name: shape
+        for part, stages in PARTS.items()
+        for name, (shape, _) in expected_tensors(GEOMETRY, {part: stages}).items()
+    }
+    assert shapes["k.pq8x256.post.entries"] == (2, 2, 8, 256, 8)
+    assert shapes["k.pq8x256.perhead.pre.entries"] == (2, 1, 16, 256, 8)
+    assert shapes["k.pq8x256.perhead.pre.order"] == (2, 2, 64)
+    assert shapes["v.rvq256.perhead.entries"] == (2, 2, 2, 256, 64)
+    assert {name for name in shapes if name.endswith(".order")} == {
+        "k.pq8x256.post.order", "k.pq8x256.page.had.order", "k.pq8x256.perhead.pre.order",
+    }  # fmt: skip
 
 
 # --- the file ---
@@ -98,11 +129,17 @@ def test_books_are_those_of_layer_form_and_the_first_stages(made: Calibration) -
         np.testing.assert_array_equal(got.entries, want)
         np.testing.assert_array_equal(got.centre, made.tensors["k.pq8x256.post.centre"][1])
         np.testing.assert_array_equal(got.scale, made.tensors["k.pq8x256.post.scale"][1])
+        np.testing.assert_array_equal(got.order, made.tensors["k.pq8x256.post.order"][1])
+    own = made.books(1, False, Vq(1, 256, True, perhead=True), "pre")
+    np.testing.assert_array_equal(own.entries, made.tensors["k.pq8x256.perhead.pre.entries"][1])
+    heads = made.books(0, False, RVQ, "pre")
+    np.testing.assert_array_equal(heads.order, np.tile(np.arange(64), (2, 1)))
     values = made.books(0, True, VALUES, had=True)
     np.testing.assert_array_equal(values.entries, made.tensors["v.rvq256.had.entries"][0])
-    assert values.centre is None and values.scale is None
+    assert values.centre is None and values.scale is None and values.order is None
     for asked in ((False, Vq(3, 256, True), "post", False), (False, PQ, "pre", False),
-                  (True, VALUES, "post", False)):  # fmt: skip
+                  (True, VALUES, "post", False), (False, own_books(PQ), "post", False),
+                  (True, Vq(3, 256, False, perhead=True), "post", False)):  # fmt: skip
         with pytest.raises(CodecError, match=r"has no \d stages of the codebooks"):
             made.books(0, *asked)  # type: ignore[arg-type]
 
@@ -148,6 +185,14 @@ def test_the_fingerprint_changes_with_any_tensor(made: Calibration, name: str) -
 
 def test_a_store_reads_with_them(ops: CpuOps, path: Path) -> None:
     spec = "k=pq8x256:r2,v=rvq2x256:had,layers[1]=k=rvq3x512:pre,v=f16"
+    check_reading(ops, spec, path)
+
+
+def test_a_store_reads_with_books_of_each_head(ops: CpuOps, path: Path) -> None:
+    check_reading(ops, "k=pq8x256:r1:perhead:pre,v=rvq2x256:perhead", path)
+
+
+def check_reading(ops: CpuOps, spec: str, path: Path) -> None:
     store = new_store(ops, spec, GEOMETRY, calibration=Calibration.open(path))
     tokens = random_tokens(64, GEOMETRY)
     extend(store, tokens)
@@ -160,14 +205,15 @@ def test_a_store_reads_with_them(ops: CpuOps, path: Path) -> None:
 
 
 def test_a_missing_tensor(made: Calibration, path: Path) -> None:
-    for name in ("k.pq8x256.post.centre", "k.rvq512.pre.entries"):
+    for name in ("k.pq8x256.post.centre", "k.rvq512.pre.entries", "k.pq8x256.page.had.order"):
         rewrite(path, {key: value for key, value in made.tensors.items() if key != name})
-        refused(StorageError, path, re.escape(name) + ".* is absent, expected float")
+        refused(StorageError, path, re.escape(name) + ".* is absent, expected (float|int)")
 
 
 @pytest.mark.parametrize(
     "name", ["k.pq8x512.post.entries", "k.rvq1000.post.entries", "v.rvq256.page.entries",
-             "k.rvq512.pre.had.scale", "more"],
+             "k.rvq512.pre.had.scale", "k.rvq512.pre.order", "v.pq8x256.order",
+             "k.pq8x256.post.perhead.entries", "more"],
 )  # fmt: skip
 def test_a_tensor_of_an_unknown_name(made: Calibration, path: Path, name: str) -> None:
     rewrite(path, {**made.tensors, name: np.zeros((2, 1, 1, 256, 64), np.float16)})
@@ -183,6 +229,12 @@ def test_a_tensor_of_another_shape_or_type(made: Calibration, path: Path) -> Non
     ):  # fmt: skip
         rewrite(path, {**made.tensors, name: np.ascontiguousarray(wrong)})
         refused(StorageError, path, rf"{re.escape(name)}.* is float.*, expected float16 \[2, ")
+    order = made.tensors["k.pq8x256.post.order"]
+    rewrite(path, {**made.tensors, "k.pq8x256.post.order": order.astype(np.float32)})
+    refused(StorageError, path, r"post.order. is float32 \[2, 2, 64\], expected int32 \[2, 2, 64\]")
+    name = "v.rvq256.perhead.entries"  # of as many heads as there are
+    rewrite(path, {**made.tensors, name: made.tensors[name][:, :, :1].copy()})
+    refused(StorageError, path, r"is float16 \[2, 2, 1, 256, 64\], expected float16 \[2, 2, 2, 256")
     scale = made.tensors["k.rvq512.pre.scale"]
     rewrite(path, {**made.tensors, "k.rvq512.pre.scale": scale.astype(np.float16)})
     refused(StorageError, path, r"is float16 \[2, 2, 64\], expected float32 \[2, 2, 64\]")
@@ -223,6 +275,49 @@ def test_damage_in_another_part_is_not_looked_for(made: Calibration, path: Path)
         file.read([part_of(sorted(made.tensors)[-1])])
 
 
+def swapped(order: np.ndarray) -> None:
+    """Two channels of different groups."""
+    order[1, 1, [0, 8]] = order[1, 1, [8, 0]]
+
+
+def twice(order: np.ndarray) -> None:
+    order[0, 1, :8] = order[0, 1, 8:16]
+
+
+def partners_first(order: np.ndarray) -> None:
+    order[1, 0, :8] = np.roll(order[1, 0, :8], 4)
+
+
+def beyond(order: np.ndarray) -> None:
+    order[0, 0, [0, 4]] += 64
+
+
+def below(order: np.ndarray) -> None:
+    order[0, 0] -= 64
+
+
+def as_they_come(order: np.ndarray) -> None:
+    order[:] = np.arange(64)
+
+
+def far_beyond(order: np.ndarray) -> None:
+    order[0, 0, 0] = np.iinfo(np.int32).max
+
+
+@pytest.mark.parametrize(
+    "change", [swapped, twice, partners_first, beyond, below, as_they_come, far_beyond]
+)
+def test_an_order_that_cannot_be(
+    made: Calibration, path: Path, change: Callable[[np.ndarray], None]
+) -> None:
+    for name in ("k.pq8x256.post.order", "k.pq8x256.perhead.pre.order"):
+        tensors = {**made.tensors, name: made.tensors[name].copy()}
+        change(tensors[name])
+        Calibration(made.origin, tensors).save(path)
+        said = "an order of channels that cannot be, expected each channel of a head once, in"
+        refused(StorageError, path, f"{re.escape(name)} holds {said}")
+
+
 @pytest.mark.parametrize(
     ("name", "number", "said"),
     [
@@ -243,133 +338,18 @@ def test_numbers_that_cannot_be(
     refused(StorageError, path, f"{re.escape(name)} holds {said}")
 
 
-# --- where it is found ---
-
-
-class Tiny:
-    """A model folder, and what looks for its calibrations."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.config: ModelConfig = write_tiny_model(folder, head_dim=64)
-        self.geometry = GEOMETRY
-        weights = load_file(folder / "model.safetensors")
-        self.fingerprint = model_fingerprint(self.config, weights)
-
-    def books(self, path: Path, parts: dict[str, int], seed: int, **changes: Any) -> None:
-        arguments = {"geometry": self.geometry, "model": self.fingerprint, **changes}
-        books_by_hand(parts=parts, seed=seed, **arguments).save(path)
-
-    def get(self, spec: str, given: Path | None = None) -> dict[str, str]:
-        """The file that each part is from."""
-        asked = None if given is None else str(given)
-        lookup = Calibrations(self.folder, asked, self.config, lambda: self.fingerprint)
-        found = lookup.get(KVSpec.parse(spec))
-        assert isinstance(found, Chosen)
-        return {part: Path(one.where).name for part, one in found.of.items()}
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> Tiny:
-    return Tiny(tmp_path / "tiny")
-
-
-def test_each_part_is_from_the_first_file_that_has_it(tiny: Tiny, tmp_path: Path) -> None:
-    calibration_by_hand(GEOMETRY, model=tiny.fingerprint).save(tiny.folder / FILE_NAME)
-    tiny.books(tiny.folder / "calibration-b.safetensors", {"k.pq8x256.post": 2}, 1)
-    tiny.books(tiny.folder / "calibration-a.safetensors", {"k.pq8x256.post": 1, "v.rvq256": 2}, 2)
-    tiny.books(tiny.folder / "other.safetensors", {"v.pq8x256": 2}, 2)  # no such name
-    one, a, b = FILE_NAME, "calibration-a.safetensors", "calibration-b.safetensors"
-    assert tiny.get("k=pq8x256:r1,v=nuq3") == {"k.pq8x256.post": a, "nuq": one}
-    assert tiny.get("k=pq8x256:r2,v=rvq2x256") == {"k.pq8x256.post": b, "v.rvq256": a}
-    assert tiny.get("k=pq8x256:r1,v=f16,layers[1]=k=pq8x256:r2,v=f16") == {"k.pq8x256.post": b}
-    tiny.books(tmp_path / "given", {"v.rvq256": 1}, 3)
-    asked = tiny.get("k=pq8x256:r2,v=rvq1x256", tmp_path / "given")
-    assert asked == {"k.pq8x256.post": b, "v.rvq256": "given"}
-    assert tiny.get("k=f16,v=rvq2x256", tmp_path / "given") == {"v.rvq256": a}
-
-
-def test_more_stages_are_looked_for_again(tiny: Tiny) -> None:
-    tiny.books(tiny.folder / "calibration-a.safetensors", {"v.rvq256": 1}, 2)
-    tiny.books(tiny.folder / "calibration-b.safetensors", {"v.rvq256": 3}, 2)
-    lookup = Calibrations(tiny.folder, None, tiny.config, lambda: tiny.fingerprint)
-    for stages, name in ((1, "a"), (3, "b"), (2, "b"), (1, "b")):
-        found = lookup.get(KVSpec.parse(f"k=f16,v=rvq{stages}x256"))
-        assert isinstance(found, Chosen)
-        assert Path(found.of["v.rvq256"].where).name == f"calibration-{name}.safetensors"
-        codec = Vq(stages, 256, False)
-        assert found.books(0, True, codec).entries.shape == (stages, 1, 256, 64)
-
-
-def test_a_missing_part_names_the_command(tiny: Tiny, tmp_path: Path) -> None:
-    def message(spec: str, given: Path | None = None) -> str:
-        with pytest.raises(UnsupportedError) as caught:
-            tiny.get(spec, given)
-        assert "\n" not in str(caught.value)
-        return str(caught.value)
-
-    command = "kvrt calibrate -m MODEL --text FILE"
-    own = tiny.folder / FILE_NAME
-    assert message("vq2") == (
-        "this cache format needs a calibration of this model with k.pq8x256.post, v.pq8x256; "
-        f"`{command} --codec vq2 -o {own}` makes one"
-    )
-    tiny.books(own, {"k.pq8x256.post": 1, "v.pq8x256": 2}, 1)
-    second = tiny.folder / "calibration-2.safetensors"
-    said = message("k=pq8x256:r2,v=pq8x256:r2")  # too few stages
-    assert "with k.pq8x256.post; " in said
-    assert f"`{command} --codec k=pq8x256:r2,v=pq8x256:r2 -o {second}`" in said
-    assert f"`{command} -o {second}`" in message("kvquant4")
-    said = message("k=nuq2:pre,v=pq8x256:r3,layers[1]=f16")
-    assert "--codec 'k=nuq2:pre,v=pq8x256:r3,layers[1]=f16' -o" in said
-
-
-def wrong_weights(tiny: Tiny, path: Path) -> None:
-    tiny.books(path, {"v.pq8x256": 1}, 1, model=MODEL)
-
-
-def wrong_geometry(tiny: Tiny, path: Path) -> None:
-    tiny.books(path, {"v.pq8x256": 1}, 1, geometry=Geometry(1, 2, 64))
-
-
-def damaged(tiny: Tiny, path: Path) -> None:
-    tiny.books(path, {"v.pq8x256": 1}, 1)
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 4
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize("name", [FILE_NAME, "calibration-x.safetensors", None])
-@pytest.mark.parametrize(
-    ("make", "kind", "said"),
-    [
-        (wrong_weights, UnsupportedError, "made for other weights"),
-        (wrong_geometry, UnsupportedError, "made for 1 layers"),
-        (damaged, StorageError, "damaged, the tensors are not"),
-    ],
-)
-def test_one_that_does_not_fit_is_refused_and_not_passed_over(
-    tiny: Tiny,
-    tmp_path: Path,
-    make: Callable[[Tiny, Path], None],
-    kind: type[KvrtError],
-    said: str,
-    name: str | None,
-) -> None:
-    path = tmp_path / "given" if name is None else tiny.folder / name
-    make(tiny, path)
-    tiny.books(tiny.folder / "calibration-z.safetensors", {"v.pq8x256": 1}, 1)
-    with pytest.raises(kind, match=f"^{re.escape(str(path))}: .*{said}"):
-        tiny.get("k=f16,v=pq8x256:r1", path if name is None else None)
+# --- random weights ---
 
 
 def test_a_model_without_a_folder_has_tables_of_the_right_size() -> None:
     from kvrt.normal_tables import NormalTables
 
     tables = NormalTables(GEOMETRY)
-    for codec, is_value in ((PQ, False), (RVQ, False), (VALUES, True)):
+    for codec, is_value in (
+        (PQ, False), (RVQ, False), (VALUES, True), (own_books(PQ), True), (own_books(RVQ), False),
+    ):  # fmt: skip
         books = tables.books(0, is_value, codec)
         assert books is tables.books(1, is_value, codec, "pre")  # one for all layers
-        assert books.entries.shape == codec.shape(64) and np.isfinite(books.entries).all()
-        fewer = tables.books(0, is_value, Vq(1, codec.entries, codec.grouped))
+        assert books.entries.shape == codec.shape(2, 64) and np.isfinite(books.entries).all()
+        fewer = tables.books(0, is_value, replace(codec, count=1))
         np.testing.assert_array_equal(fewer.entries[0], books.entries[0])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvrt.backends import books_variant
+from kvrt.backends.attend_variant import chosen
 from kvrt.backends.cpu import CpuOps
 from kvrt.backends.cuda import CudaOps
 from kvrt.errors import UnsupportedError
@@ -94,6 +95,26 @@ def test_a_nan_shows(ops: CpuOps, cuda: CudaOps) -> None:
     row = ops.to_device(np.full((1, 1, 64), np.nan, np.float32))
     ops.append(store.view(0), row, row, 5)
     assert np.isnan(both(ops, cuda, store, group=2)[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "bias", "said"),
+    [
+        ("k=pq8x256:r1:page,v=pq8x256:r1", 0.0, "page and pre are for the CPU"),
+        ("k=pq8x256:r1:pre,v=pq8x256:r1", 0.0, "page and pre are for the CPU"),
+        ("vq1", 1.0, "key biases"),
+        ("k=pq8x256:r1,v=rvq1x256", 0.0, "both pq8x256, or both rvq"),
+        ("k=pq8x256:r1,v=int4:token:g32", 0.0, "both vector-quantised"),
+        ("k=int4:token:g32,v=pq8x256:r1", 0.0, "both vector-quantised"),
+    ],
+)
+def test_a_layer_that_no_kernel_reads_has_none(
+    ops: CpuOps, spec: str, bias: float, said: str
+) -> None:
+    """As of a format, while a model is loaded: see test_gpu_formats."""
+    store = make_store(ops, spec, kv_heads=1, dim=64, tokens=1, bias=bias)
+    with pytest.raises(UnsupportedError, match=said):
+        chosen(store.view(0).settings.tolist())
 
 
 def test_books_beyond_shared_memory_are_refused(ops: CpuOps) -> None:

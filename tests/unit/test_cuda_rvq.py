@@ -12,7 +12,7 @@ from kvrt.backends import cuda_rvq
 from kvrt.backends import view as place
 from kvrt.backends.cuda import CudaOps
 from kvrt.backends.cuda_rvq import rvq_defines
-from kvrt.errors import KernelError, UnsupportedError
+from kvrt.errors import UnsupportedError
 from tests.emulator import COMPILER
 from tests.helpers.emulated_device import emulated_ops
 from tests.helpers.rvq_layer import RvqLayer, RvqSide, make_layer
@@ -201,7 +201,7 @@ def test_what_is_refused(cuda: CudaOps) -> None:
             rvq_defines(changed, 227 * 1024)
     with pytest.raises(UnsupportedError, match="1024 entries"):
         rvq_defines(settings_of(cuda, RvqSide(1, 11), RvqSide(1, 8)), 227 * 1024)
-    with pytest.raises(KernelError, match=r"rvq4x1024 needs .* this device has 101376"):
+    with pytest.raises(UnsupportedError, match=r"rvq4x1024 needs .* this GPU has 101,376"):
         rvq_defines(settings_of(cuda, RvqSide(4, 10), RvqSide(2, 8)), 99 * 1024)
 
 

@@ -88,11 +88,17 @@ NUQ = [
     f"k=nuq{bits}{options},v=nuq{bits}{options}"
     for bits, options in product((2, 3, 4), ("", ":1%", ":qnorm", ":1%:qnorm"))
 ]
+VQ = [
+    "k=pq8x256:r3:perhead,v=pq8x256:r1:perhead",
+    "k=pq8x256:r1:page:had,v=pq8x256:r3",
+    "k=rvq2x256:perhead,v=rvq1x512:had",
+    "k=rvq1x256:pre,v=pq8x256:r2:perhead",
+]
 EASY_FIRST = ("gaussian", "outlier_channels", "ties", "wild")
 CONSTANT = ("constant_channels", "zeros", "constant", "subnormal", "one_sided")
 
 
-@pytest.mark.parametrize("spec", [*INTQ, *NORM, *OTHERS, *NUQ])
+@pytest.mark.parametrize("spec", [*INTQ, *NORM, *OTHERS, *NUQ, *VQ])
 def test_equal_bytes(ops: CpuOps, cuda: CudaOps, spec: str) -> None:
     geometry = Geometry(1, 2, 64)
     for tiles in (EASY_FIRST, CONSTANT):
@@ -108,6 +114,7 @@ DIMS = [
     "k=e4m3,v=int8:channel:g64",
     "k=nuq2:1%,v=nuq3:1%",
     "k=nuq3:1%,v=nuq4",
+    "k=rvq2x256,v=rvq1x256:perhead",
 ]
 
 
@@ -126,7 +133,8 @@ def test_head_dims(ops: CpuOps, cuda: CudaOps, dim: int) -> None:
         ("k=int4:token:g128,v=int4:token:g128:hybrid", 128),
         ("k=int2:token:g128:sym,v=int8:token:g128", 256),
         ("q8_0", 96), ("q4_0", 160), ("k=int3:token:g32,v=int3:token:g32:sym", 96),
-        ("k=f32,v=bf16", 5), ("f16", 24),
+        ("k=f32,v=bf16", 5), ("f16", 24), ("k=pq8x256:r2,v=pq8x256:r1:perhead", 192),
+        ("k=pq8x256:r1:perhead,v=pq8x256:r3", 256),
     ],
 )  # fmt: skip
 def test_long_groups_and_odd_sizes(ops: CpuOps, cuda: CudaOps, spec: str, dim: int) -> None:
@@ -149,7 +157,7 @@ def test_the_matrix_token_by_token_and_at_once(ops: CpuOps, cuda: CudaOps, spec:
             assert got.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("spec", [*INTQ[::5], *NORM, *OTHERS, *NUQ[::2]])
+@pytest.mark.parametrize("spec", [*INTQ[::5], *NORM, *OTHERS, *NUQ[::2], *VQ])
 def test_numbers_that_no_model_should_have(ops: CpuOps, cuda: CudaOps, spec: str) -> None:
     """Beyond f16, infinite, NaN of either sign, subnormal: from the ring and as new tokens."""
     geometry = Geometry(1, 2, 64)
@@ -236,5 +244,5 @@ def test_round_rows_append_and_recall(ops: CpuOps, cuda: CudaOps, dtype: str) ->
 
 
 def test_the_formats_fit() -> None:
-    for spec in (*INTQ, *NORM, *OTHERS, *NUQ, *ON_GPU):
+    for spec in (*INTQ, *NORM, *OTHERS, *NUQ, *VQ, *ON_GPU):
         assert fits(spec, Geometry(2, 2, 64)), spec

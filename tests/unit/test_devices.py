@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +21,7 @@ from kvrt.backends import (
 from kvrt.backends.cuda import CudaOps
 from kvrt.cli.main import run
 from kvrt.errors import KernelError, UnsupportedError, UsageError
-from kvrt.generate import check_gpu_format
-from kvrt.kvstore import Geometry, KVSpec
-from tests.helpers.fake_cupy import FREE, TOTAL, FakeCupy, FakeGpu
+from tests.helpers.fake_cupy import FREE, SHARED, TOTAL, FakeCupy, FakeGpu, installed
 from tests.helpers.tiny_model import write_tiny_model
 
 
@@ -42,15 +39,7 @@ def no_cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCupy]:
-    """Two GPUs and a compiler."""
-    fake = FakeCupy()
-    monkeypatch.setattr(backends, "_has_cupy", lambda: True)
-    monkeypatch.setattr(cuda_device.importlib, "import_module", lambda name: fake)
-    compiler = SimpleNamespace(version=(13, 0), where="here")
-    monkeypatch.setattr(nvrtc, "find_compiler", lambda newest=None: compiler)
-    cuda_device.get_device.cache_clear()
-    yield fake
-    cuda_device.get_device.cache_clear()
+    yield from installed(monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "cuda:0", "cuda:15"])
@@ -156,6 +145,7 @@ def test_load_takes_the_default_device(tiny: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(backends, "get_ops", record)
     monkeypatch.setattr(backends, "available_memory", lambda device: 0)
     monkeypatch.setattr(backends, "check_device", lambda device: None)
+    monkeypatch.setattr(backends, "shared_memory", lambda device: SHARED)
     for default in ("cpu", "cuda"):
         monkeypatch.setattr(backends, "default_device", lambda default=default: default)
         for device in (None, "cpu"):
@@ -284,24 +274,3 @@ def fail_at_once(self: FakeGpu, index: int) -> None:
 def test_a_device_that_is_no_name(device: Any) -> None:
     with pytest.raises(UsageError, match="device must be a name"):
         backends.check_device(device)
-
-
-@pytest.mark.parametrize(
-    ("spec", "why"),
-    [
-        ("f32", "f32 caches are for the CPU"),
-        ("k=q8_0,v=f16", "both packed or neither"),
-        ("k=bf16,v=f16", "both bf16 or neither"),
-        ("f16,layers[1-1]=k=f16,v=q8_0", "both packed or neither"),
-    ],
-)
-def test_formats_that_a_gpu_does_not_read_are_refused_before_loading(spec: str, why: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"cache format .*{why}"):
-        check_gpu_format(Geometry(2, 2, 64), KVSpec.parse(spec))
-
-
-def test_heads_that_a_gpu_does_not_read() -> None:
-    for dim in (8, 72, 264):
-        with pytest.raises(UnsupportedError, match=f"head_dim must be.*has {dim}"):
-            check_gpu_format(Geometry(2, 2, dim), KVSpec.parse("f16"))
-    check_gpu_format(Geometry(2, 2, 80), KVSpec.parse("f16"))

@@ -360,6 +360,8 @@ def test_info_prices_every_preset(tmp_path: Path, capsys: Any) -> None:
     asked = [flag for name in PRESETS for flag in ("--kv", name)]
     assert run(["info", model, *asked, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["kv"]
+    with_codebooks = [row["spec"] for row in rows if row.pop("smaller_from", None)]
+    assert with_codebooks == ["vq2", "vq1.5", "vq1", "vqkv"]
     shape = Geometry(2, 2, 64)
     assert rows == [
         {

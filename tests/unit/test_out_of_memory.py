@@ -103,6 +103,7 @@ def test_load_asks_before_it_loads(config: ModelConfig, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(backends, "get_ops", get_ops)
     monkeypatch.setattr(backends, "check_device", lambda device: None)
+    monkeypatch.setattr(backends, "shared_memory", lambda device: 227 << 10)
     free = [needed(config, 256, weights)]
     monkeypatch.setattr(backends, "available_memory", lambda device: free[0])
     for how in ({}, {"max_context": 256}):

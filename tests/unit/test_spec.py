@@ -37,9 +37,9 @@ PRESET_TABLE = [
     ("kvrt4", "int4:channel:g64:had", "int4:token:g64:had", 4, 128, False, False),
     ("kvrt3", "int3:channel:g64:had", "int3:token:g64:had", 4, 128, False, False),
     ("kvrt2", "int3:channel:g64:had", "int2:token:g64:had", 4, 128, False, False),
-    ("vq2", "pq8x256:r2", "pq8x256:r2", 4, 128, True, False),
-    ("vq1.5", "pq8x256:r2", "pq8x256:r1", 4, 128, True, False),
-    ("vq1", "pq8x256:r1", "pq8x256:r1", 4, 128, True, False),
+    ("vq2", "pq8x256:r3:perhead", "pq8x256:r1:perhead", 4, 128, True, False),
+    ("vq1.5", "pq8x256:r2:perhead", "pq8x256:r1:perhead", 4, 128, True, False),
+    ("vq1", "pq8x256:r1:perhead", "pq8x256:r1:perhead", 4, 128, True, False),
     ("vqkv", "rvq56x1024:scaled", "rvq16x512:scaled", 4, 1024, True, False),
 ]
 
@@ -262,10 +262,18 @@ INT_OPTIONS = "channel|token, g32|g64|g128, asym|sym|hybrid, norm, post|page|pre
         ("k=pq8x256:r1:r2,v=f16", "r1 and r2 exclude each other"),
         (
             "k=pq8x256:r1:norm,v=f16",
-            "pq8x256 does not take norm; its options are r1|r2|r3, post|page|pre, had",
+            "pq8x256 does not take norm; its options are r1|r2|r3, perhead, post|page|pre, had",
         ),
+        ("k=pq8x256:perhead,v=f16", "pq8x256 needs its stages (r1|r2|r3), such as pq8x256:r2"),
+        ("k=pq8x256:r1:perhead:perhead,v=f16", "perhead is given twice"),
+        ("k=pq8x256:r1:perhed,v=f16", "unknown option 'perhed', did you mean perhead?"),
+        ("k=int4:channel:g64:perhead,v=f16", "int4 does not take perhead"),
+        ("k=f16,v=nuq4:perhead", "nuq4 does not take perhead"),
         ("k=pq8x256:r1:scaled,v=f16", "pq8x256 does not take scaled"),
-        ("k=rvq8x512:r2,v=f16", "rvq8x512 does not take r2; its options are scaled, post|page|pre"),
+        (
+            "k=rvq8x512:r2,v=f16",
+            "rvq8x512 does not take r2; its options are scaled, perhead, post|page|pre, had",
+        ),
         ("k=rvq8x512:scled,v=f16", "unknown option 'scled', did you mean scaled?"),
         ("k=int4:channel:g64:r2,v=f16", "int4 does not take r2"),
         ("k=nuq2:2%,v=nuq2", "unknown option '2%' (nuq2 takes 1%, qnorm, post|page|pre)"),
@@ -364,6 +372,7 @@ def test_combinations_that_look_odd_but_work() -> None:
         "k=q8_0:page:had,v=e5m2:had",
         "k=pq8x256:r3:page:had,v=rvq16x512:scaled:had",
         "k=rvq64x4096:pre,v=pq8x256:r1",
+        "k=pq8x256:r2:perhead:page:had,v=rvq4x256:scaled:perhead:had",
     ):
         assert str(KVSpec.parse(text)) == text
 

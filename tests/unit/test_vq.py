@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvrt.backends.cpu import CpuOps
+from kvrt.calibration_parts import is_order
 from kvrt.errors import CodecError
 from kvrt.kvstore import Geometry, KVSpec, PageLayout, bits_per_element, estimate
 from kvrt.kvstore.codecs import Vq, VqBooks
@@ -37,6 +38,10 @@ CASES = [
     ("rvq1x4096", (1, 64)),
     ("rvq5x256:scaled", (1, 80)),  # three stages
     ("rvq64x256", (1, 16)),  # more codes than numbers
+    ("pq8x256:r2:perhead", (3, 64)),
+    ("pq8x256:r1:perhead", (2, 128)),
+    ("rvq2x256:perhead", (3, 32)),
+    ("rvq2x512:scaled:perhead", (2, 80)),
 ]
 
 
@@ -170,6 +175,41 @@ def test_layers_and_heads_have_their_own_tables(ops: CpuOps) -> None:
     assert np.array_equal(values[0, :, 0], values[0, :, 1])  # of one book, without a scale
 
 
+@pytest.mark.parametrize("side", ["pq8x256:r2:perhead", "rvq2x256:perhead"])
+def test_heads_can_have_their_own_books(ops: CpuOps, side: str) -> None:
+    tile = gaussian(2, 64, 1)
+    tile[:, 1] = tile[:, 0]
+    _, got = page_of(ops, side, tile, tile)
+    for numbers in got:
+        assert (numbers[0, :, 0] != numbers[0, :, 1]).mean() > 0.5
+
+
+def test_groups_of_keys_are_the_channels_that_order_says(ops: CpuOps) -> None:
+    """A book of one group does nothing to the channels of another."""
+    geometry, codec = Geometry(1, 2, 64), codec_of("pq8x256:r1")
+    fitted = FittedTables(geometry).books(0, False, codec)
+    assert fitted.order is not None
+    entries = np.zeros_like(fitted.entries)
+    entries[:, 3] = 1.0
+    even = np.ones((2, 64), np.float32)
+    keys, tile = VqBooks(entries, even * 0, even, fitted.order), gaussian(2, 64, 1)
+    _, got = page_of(ops, "pq8x256:r1", tile, tile, Given(geometry, keys, VqBooks(entries)))
+    for head in range(2):
+        where = np.flatnonzero(got.keys[0, 0, head])
+        assert set(where) == set(fitted.order[head, 24:32]) and not set(where) <= {*range(24, 32)}
+        assert set(np.flatnonzero(got.values[0, 0, head])) == {*range(24, 32)}
+
+
+@pytest.mark.parametrize("dim", [64, 128, 192])
+def test_the_plain_order_is_neighbours_and_their_partners(dim: int) -> None:
+    order = codec_of("pq8x256:r1").plain_order(2, dim)
+    assert order.dtype == np.int32 and order.shape == (2, dim)
+    half = dim // 2
+    assert [*order[0, 8:16]] == [4, 5, 6, 7, half + 4, half + 5, half + 6, half + 7]
+    assert is_order(order)
+    assert [*codec_of("rvq1x256").plain_order(1, 16)[0]] == [*range(16)]
+
+
 @pytest.mark.parametrize(("side", "shape"), [("pq8x256:r3", (2, 64)), ("rvq3x512", (2, 80))])
 def test_exactly_the_declared_bytes_are_written(
     ops: CpuOps, side: str, shape: tuple[int, int]
@@ -221,12 +261,26 @@ def test_sizes_are_those_of_the_formats() -> None:
     assert (pq.code_bytes(128), pq.stages(128), pq.groups(128), pq.books(128)) == (2048, 2, 16, 32)
     assert pq.settings(False, 4, 128) == pq.settings(True, 4, 128) == (8, 2, 8, 16, 0)
     assert pq.table_bytes(True, 4, 128) == 32 * 256 * (16 + 4)
-    assert pq.table_bytes(False, 4, 128) == 32 * 256 * (16 + 4) + 3 * 4 * 128 * 4
-    assert rvq.settings(False, 4, 128) == (128, 56, 10, 1)
-    assert rvq.settings(False, 4, 64) == (64, 28, 10, 1)
+    # Centre, scale, its inverse and the order of channels.
+    assert pq.table_bytes(False, 4, 128) == 32 * 256 * (16 + 4) + 4 * 4 * 128 * 4
+    assert rvq.settings(False, 4, 128) == (128, 56, 10, 1, 0)
+    assert rvq.settings(False, 4, 64) == (64, 28, 10, 1, 0)
     assert (rvq.stages(16), rvq.stages(256), codec_of("rvq1x256:scaled").stages(32)) == (7, 112, 1)
     assert rvq.code_bytes(128) == 56 * 64 * 10 // 8
     assert pq.meta_bytes(False, 128) == pq.shared_bytes(True, 4, 128) == 0
+
+
+@pytest.mark.parametrize("side", ["pq8x256:r2", "rvq3x512"])
+def test_books_of_each_head_are_as_many_codes_and_more_books(side: str) -> None:
+    shared, own = codec_of(side), codec_of(f"{side}:perhead")
+    assert own.code_bytes(128) == shared.code_bytes(128)
+    stages, groups, entries, dim = shared.shape(4, 128)
+    assert own.shape(4, 128) == (stages, 4 * groups, entries, dim)
+    assert own.settings(True, 4, 128) == (*shared.settings(True, 4, 128)[:4], 1)
+    assert own.table_bytes(True, 4, 128) == 4 * shared.table_bytes(True, 4, 128)
+    units = 4 * 4 * 128 * 4
+    assert own.table_bytes(False, 4, 128) - units == 4 * (shared.table_bytes(False, 4, 128) - units)
+    assert own.book == f"{shared.book}.perhead"
 
 
 @pytest.mark.parametrize(
@@ -248,7 +302,9 @@ def test_bits_per_element(spec: str, dim: int, bits: float) -> None:
     assert read_of == 640 * bytes_per_token(geometry, parsed) + (sink + window) * exact
 
 
-@pytest.mark.parametrize("spec", ["vq2", "vq1.5", "k=rvq7x512:pre,v=rvq3x256:had"])
+@pytest.mark.parametrize(
+    "spec", ["vq2", "vq1.5", "k=rvq7x512:pre,v=rvq3x256:had", "k=rvq2x256:perhead,v=pq8x256:r2"]
+)
 def test_an_estimate_is_what_a_store_holds(ops: CpuOps, spec: str) -> None:
     geometry = Geometry(2, 2, 64)
     store = new_store(ops, spec, geometry)
@@ -269,7 +325,7 @@ def test_norms_are_rounded_once() -> None:
 
 def test_a_store_without_codebooks_is_refused(ops: CpuOps) -> None:
     with pytest.raises(CodecError, match=r"pq8x256:r2 needs a calibration; `kvrt calibrate`"):
-        new_store(ops, "vq2", Geometry(1, 2, 64), calibration=None)
+        new_store(ops, "k=pq8x256:r2,v=f16", Geometry(1, 2, 64), calibration=None)
 
 
 def test_books_of_another_size_are_refused(ops: CpuOps) -> None:
