@@ -45,7 +45,8 @@ struct ExactRows {
   // Two neighbours of a row, zeros where there is none.
   KVRT_INLINE u32 pair(int token, int channel) const {
     if (token >= count) return 0;
-    return __float_as_uint(ptx::load_early(reinterpret_cast<const float*>(rows + token * (HEAD_DIM * 2) + channel * 2)));
+    const u8* place = rows + token * (HEAD_DIM * 2) + channel * 2;
+    return __float_as_uint(ptx::load_early(reinterpret_cast<const float*>(place)));
   }
 };
 
@@ -142,8 +143,8 @@ attend(const float4* q, const i64* layer, const i64* lengths, float scale, int g
   const int start = warp * gridDim.x + blockIdx.x;
   const bool has_pages = work.packed(blockIdx.x);  // whether any of the CTA's units is one
   i64 page = work.page(start), next_page = work.page(work.next(start));
-  // Tables: entries, norms, then of keys centre, scale, inverse, order. A stage has a set of books for all heads, or one
-  // for each.
+  // Tables: entries, norms, then of keys centre, scale, inverse, order. A stage has a set of books for all heads, or
+  // one for each.
   constexpr i64 KEY_SET = GROUPS * ENTRIES, VALUE_SET = KEY_SET * ENTRY_BYTES;
   const i64 row = i64(head) * HEAD_DIM, plane = all_heads * HEAD_DIM, sets = K_PER_HEAD ? all_heads : 1;
   const float* centre = reinterpret_cast<const float*>(key_books + K_STAGES * sets * KEY_SET * (ENTRY_BYTES + 4));

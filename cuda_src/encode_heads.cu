@@ -252,7 +252,8 @@ encode_heads(const i64* layer, int is_value, const i64* pages, int first_page, i
     int index = 0;
     if (lane < 16) {
       const float norm = sqrtf(square);
-      const float bound = norm < 3e4f ? largest * (norm * 1.0625f * 0x1p-10f + HEAD_DIM * 0x1p-24f + largest * 0x1p-22f) : 1e38f;
+      const float error = norm * 1.0625f * 0x1p-10f + HEAD_DIM * 0x1p-24f + largest * 0x1p-22f;
+      const float bound = norm < 3e4f ? largest * error : 1e38f;
       index = decide(block.found(16 * warp + lane), mine, books, stage, block.norms, bound);
     }
     for (u32 open = __ballot_sync(ALL_LANES, index < 0); open; open &= open - 1) {

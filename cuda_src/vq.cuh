@@ -1,11 +1,11 @@
-// Vector-quantised keys and values: a sum of codebook entries. Twin of kvrt/kvstore/codecs/vq.py, which has the layouts.
+// Vector-quantised keys and values: sums of codebook entries. Twin of kvrt/kvstore/codecs/vq.py, which has the layouts.
 #pragma once
 #include "codec.cuh"
 
 static constexpr int MOST_STAGES = 64;
 static constexpr float FARTHEST = 3.0e38f;  // no distance is beyond
 
-// One side's codebooks, of the head's own set or of the one that all heads share: groups of `d` channels, `stages` books
+// One side's codebooks, the head's own set or the one that all heads share: groups of `d` channels, `stages` books
 // of entries each, stage by stage.
 struct Books {
   int d, stages, bits, groups, dim, is_value;
@@ -232,7 +232,8 @@ KVRT_INLINE void vq_encode(const Part& part, const Tile& tile, const Tile& room)
   const int count = books.groups * books.stages;
   for (int i = threadIdx.x; i < count * PAGE_TOKENS; i += THREADS) {
     const int t = i % PAGE_TOKENS, book = i / PAGE_TOKENS;
-    part.codes()[place_of_code(books, t, book)] = u8(tile.code(t, books.channel(book % books.groups, book / books.groups)));
+    const int channel = books.channel(book % books.groups, book / books.groups);  // of element number `stage`
+    part.codes()[place_of_code(books, t, book)] = u8(tile.code(t, channel));
   }
 }
 

@@ -13,6 +13,7 @@ for is in the strong ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from .generate import cache_geometry
 from .progress import Progress, silent
 
 if TYPE_CHECKING:
+    from .codebooks import Books as TrainedBooks
     from .generate import Model
     from .kvstore import KVSpec, Side
     from .kvstore.grammar import Rope
@@ -158,27 +160,37 @@ class BookTrainer:
 
         rows (n, kv_heads, head_dim), whose channels are group by group.
         """
+        from threadpoolctl import threadpool_limits
+
         from .codebooks import train_books
 
         options, (heads, dim) = self._options, self._shape
         sets, groups = books.codec.sets(heads), books.codec.groups(dim)
-        width = dim // groups
-        made = []
-        for own, group in product(range(sets), range(groups)):
+        width, xp = dim // groups, self._arrays()
+
+        def train(place: tuple[int, int]) -> TrainedBooks:
+            own, group = place
             part = slice(own, own + 1) if sets > 1 else slice(None)
             samples = rows[:, part, group * width : (group + 1) * width].reshape(-1, width)
-            found = train_books(
+            return train_books(
                 np.ascontiguousarray(samples),
                 None if weights is None else np.ascontiguousarray(weights[:, part]).ravel(),
-                books.stages, books.codec.entries, seed=options.seed, xp=self._arrays(),
-                mode="simvq" if options.simvq else "free", progress=self._told,
+                books.stages, books.codec.entries, seed=options.seed, xp=xp,
+                mode="simvq" if options.simvq else "free",
+                progress=self._told if workers == 1 else silent,
             )  # fmt: skip
-            self._done += books.stages
-            self._told("", 0, None)
-            kept = found.projections if options.simvq else found.entries
-            made.append(np.asarray(kept, np.float16))
-            stages = [(stage.error, stage.used) for stage in found.stages]
-            self._stages.setdefault(books.name, []).append(stages)
+
+        # Most books are small: several at a time keep all cores at work, where one would not.
+        workers = min(self._model.ops.threads, sets * groups) if xp is np else 1
+        made = []
+        with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(workers) as pool:
+            for found in pool.map(train, product(range(sets), range(groups))):
+                self._done += books.stages
+                self._told("", 0, None)
+                kept = found.projections if options.simvq else found.entries
+                made.append(np.asarray(kept, np.float16))
+                stages = [(stage.error, stage.used) for stage in found.stages]
+                self._stages.setdefault(books.name, []).append(stages)
         return np.stack(made, axis=1)
 
     def _told(self, stage: str, done: int, total: int | None) -> None:

@@ -341,6 +341,19 @@ def test_a_fit_repeats(model: Model) -> None:
     assert fit(model, PLAIN, seed=4)[0].fingerprint != made.fingerprint
 
 
+def test_threads_do_not_change_a_number(wide: Model, tmp_path: Path) -> None:
+    # The books of several groups are then fitted at a time; what the model shows is the same.
+    spec = "k=pq8x256:r2:perhead,v=pq8x256:r1"
+    want, reports = fit(wide, spec)
+    wide.ops.threads, threads = 3, wide.ops.threads
+    try:
+        got, again = fit(wide, spec)
+    finally:
+        wide.ops.threads = threads
+    assert got.fingerprint == want.fingerprint
+    assert again == reports
+
+
 @pytest.mark.parametrize("kv", ["k=rvq4x256,v=rvq4x256", "k=rvq6x256:pre,v=rvq3x512:had,sink=4"])
 @pytest.mark.parametrize("simvq", [False, True])
 def test_a_store_of_the_model_takes_it(
