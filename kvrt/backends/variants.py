@@ -60,7 +60,7 @@ def _of_zones() -> Iterator[Variant]:
 RVQ = (
     (F16, 128, (56, 10), (16, 9)),
     (F16, 64, (28, 10), (8, 9)),
-    (F16, 128, (30, 9), (24, 10)),
+    (F16, 128, (30, 9), (12, 10)),
     (BF16, 64, (3, 8), (2, 8)),
 )
 """Kinds of exact tokens, head sizes, and stages and bits of keys and values, of attention over rvq:
