@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..errors import UsageError
 from ..lookup_text import lookup_text
+from ..paths import storage_error
 from .console import emit, emit_json, format_bytes, note, read_text_file, user_path
 from .device_options import common_options
 from .options import ModelChoice, open_model
@@ -91,6 +93,10 @@ def command(
         raise UsageError(f"-o: the folder of {target} does not exist")
     if target.is_dir():
         raise UsageError(f"-o: {target} is a folder, expected the name of a file")
+    try:  # what cannot be written is said before a fit that takes long
+        TemporaryFile(dir=target.resolve().parent).close()
+    except OSError as error:
+        raise storage_error(target, OSError(error.errno, error.strerror)) from error
     if tokens < context:
         raise UsageError(f"--tokens: {tokens:,} are less than one window of {context:,} tokens")
     from ..source import find_source

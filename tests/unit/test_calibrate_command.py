@@ -140,3 +140,17 @@ def test_what_the_refusal_says_makes_what_is_missing(
         assert run(talk) == 0
     finally:
         own.unlink()
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_anything_is_read(
+    folder: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def refuse(dir: Path) -> Any:
+        raise PermissionError(13, "Permission denied", str(dir / "tmp123"))
+
+    monkeypatch.setattr("kvrt.cli.calibrate.TemporaryFile", refuse)
+    monkeypatch.setattr("kvrt.cli.calibrate.open_model", lambda *_: pytest.fail("too late"))
+    args = ["calibrate", str(folder), "--text", text, "--codec", "vq1", "-o", "a.safetensors"]
+    assert run(args) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("kvrt: error: a.safetensors: ") and err.count("\n") == 1
