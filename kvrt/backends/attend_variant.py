@@ -14,6 +14,7 @@ from .gpu_formats import (
     INTQ,
     LARGEST_SHARED,
     NUQ,
+    OWN_SHARED,
     LayerFormat,
     check_readable,
 )
@@ -34,9 +35,6 @@ A multiprocessor has four schedulers: with 10 or 11 warps it is slower than with
 
 _FEW = 4
 """Query heads with which keys whose query is another for each page have a kernel of their own."""
-
-_OWN_SHARED = 1024
-"""Bytes of a CTA's shared memory, at most, that are not dynamic."""
 
 _LEVELS = 32
 """Bytes of the levels of one side."""
@@ -209,7 +207,7 @@ def compiled(
     `shared` is how many bytes of shared memory a CTA may have on the device.
     """
     for defines, warps, stages in _candidates(attend_defines(settings, group)):
-        if shared_bytes(defines, warps, stages) <= shared - _OWN_SHARED:
+        if shared_bytes(defines, warps, stages) <= shared - OWN_SHARED:
             break
     return with_shape(defines, warps, stages)
 

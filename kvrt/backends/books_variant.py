@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import UnsupportedError
 from . import view
-from .gpu_formats import VQ, LayerFormat, check_readable
+from .gpu_formats import VQ, LayerFormat, check_readable, check_shared
 from .view import PAGE_TOKENS
 
 QUERY_HEADS = 4
@@ -17,9 +17,6 @@ _WARPS = 8
 
 _GROUP = 8
 """Channels that are quantised together."""
-
-_OWN_SHARED = 1024
-"""Bytes of shared memory of a CTA, at most, that are not dynamic."""
 
 _BOOK_BYTES = 256 * 16
 """Of a book of values, or of what a book of keys brings to the scores of four query heads."""
@@ -70,12 +67,7 @@ def check_books(dim: int, own: tuple[Sequence[int], Sequence[int]], shared: int)
         raise UnsupportedError("on a GPU, keys and values are both pq8x256, or both rvq")
     key_books, value_books = (side[1] * dim // _GROUP for side in own)
     size = shared_bytes(dim, key_books, value_books)
-    if size > shared - _OWN_SHARED:
-        raise UnsupportedError(
-            f"attention over these codebooks needs {size + _OWN_SHARED:,} bytes of shared memory a "
-            f"block, this GPU has {shared:,}; fewer stages take less, such as vq1"
-        )
-    return size
+    return check_shared(size, shared, "these codebooks", "fewer stages take less, such as vq1")
 
 
 def books_defines(settings: Sequence[int], shared: int) -> dict[str, Any]:

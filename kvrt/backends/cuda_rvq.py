@@ -12,11 +12,13 @@ import numpy as np
 from ..errors import UnsupportedError
 from . import view as place
 from .cpu_math import BF16
-from .gpu_formats import VQ, LayerFormat, check_readable
+from .gpu_formats import VQ, LayerFormat, check_readable, check_shared
 from .ops import Array
 from .view import PageView
 
 HEAD_DIMS = (64, 128)
+
+_SIDES = (place.KEY_SIDE, place.VALUE_SIDE)
 
 _LOG2_E = math.log2(math.e)
 
@@ -28,9 +30,6 @@ _WARP_PAGES = 8
 _SLOTS = 16
 _MOST_FURTHER = 2
 """Bits of a code beside its byte: a table of more finds no room on any device."""
-
-_OWN_SHARED = 1024
-"""Bytes of shared memory of a block, at most, that are not dynamic."""
 
 _TABLE_WARPS, _TABLE_ENTRIES, _TABLE_COLUMNS = 8, 8, 32
 """Of rvq_tables.cuh: WARPS, ENTRIES and COLUMNS."""
@@ -49,9 +48,6 @@ def is_rvq(settings: Sequence[int]) -> bool:
     """Whether both sides of a layer are `rvq`, from its settings (LAYER_SETTINGS,)."""
     sides = (settings[start : start + place.SIDE_SETTINGS] for start in _SIDES)
     return all(side[place.CODEC] == VQ and side[place.OWN] == settings[place.DIM] for side in sides)
-
-
-_SIDES = (place.KEY_SIDE, place.VALUE_SIDE)
 
 
 def _blocks(stages: int) -> int:
@@ -91,12 +87,8 @@ def check_heads(dim: int, own: tuple[Sequence[int], Sequence[int]], shared: int)
     if max(key_bits, value_bits) > most:
         raise UnsupportedError(f"on a GPU, books of rvq have at most {1 << most} entries")
     size = _shared_bytes(dim, key_bits, value_bits, value_stages)
-    if size + _OWN_SHARED > shared:
-        raise UnsupportedError(
-            f"attention over rvq{key_stages}x{1 << key_bits} needs {size + _OWN_SHARED:,} bytes of "
-            f"shared memory a block, this GPU has {shared:,}; fewer entries take less"
-        )
-    return size
+    what = f"rvq{key_stages}x{1 << key_bits}"
+    return check_shared(size, shared, what, "fewer entries take less")
 
 
 def rvq_defines(settings: Sequence[int], shared: int) -> dict[str, Any]:

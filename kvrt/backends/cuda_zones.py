@@ -20,6 +20,7 @@ from .checks import (
     check_zone_window,
 )
 from .cuda_cache import CacheKernels
+from .gpu_formats import OWN_SHARED
 from .ops import PAGE_TOKENS, Array
 from .view import PageView
 
@@ -40,9 +41,6 @@ _LARGE_HEAD = 128
 
 _MOST_ARENA = 128 << 10
 """Bytes of shared memory that units are copied to, at most, where more would fit."""
-
-_OWN_SHARED = 1024
-"""Bytes of shared memory of a block, at most, that are not dynamic."""
 
 _KEYS, _ROWS = 64, 128
 """Keys of a tile, and rows of queries, of received.cu."""
@@ -79,7 +77,7 @@ def zone_defines(dim: int, group: int, shared: int) -> dict[str, Any]:
     most = _MOST_TEAMS if dim <= _LARGE_HEAD else (_MOST_TEAMS + 1) // 2
     for teams in range(most, 0, -1):
         fixed, least = fixed_bytes(dim, heads, teams), least_arena(dim, heads, teams)
-        room = (shared - _OWN_SHARED - fixed) // 16 * 16
+        room = (shared - OWN_SHARED - fixed) // 16 * 16
         if room >= least:
             arena = max(min(room, _MOST_ARENA), least)
             return {
@@ -87,7 +85,7 @@ def zone_defines(dim: int, group: int, shared: int) -> dict[str, Any]:
                 "SHARED_BYTES": fixed + arena,
             }  # fmt: skip
     raise KernelError(
-        f"attention over zones of head_dim {dim} needs {fixed + least + _OWN_SHARED} bytes of "
+        f"attention over zones of head_dim {dim} needs {fixed + least + OWN_SHARED} bytes of "
         f"shared memory a block; this device has {shared}"
     )
 

@@ -19,6 +19,22 @@ DENSE, INTQ, BLOCK, FP8, NUQ, VQ = range(6)
 LARGEST_SHARED = 227 * 1024
 """Bytes of shared memory that a CTA may have on the largest devices."""
 
+OWN_SHARED = 1024
+"""Bytes of shared memory of a CTA, at most, that are not dynamic."""
+
+
+def check_shared(size: int, shared: int, what: str, advice: str) -> int:
+    """`size` bytes of dynamic shared memory, where a CTA may have `shared` in all.
+
+    Raises UnsupportedError where they do not fit.
+    """
+    if size + OWN_SHARED > shared:
+        raise UnsupportedError(
+            f"attention over {what} needs {size + OWN_SHARED:,} bytes of shared memory a block, "
+            f"this GPU has {shared:,}; {advice}"
+        )
+    return size
+
 
 @dataclass(frozen=True)
 class LayerFormat:

@@ -1,13 +1,16 @@
 """A calibration made by hand, of small fractions, so that what lies midway is exact."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from kvrt.calibration import Calibration, Origin, expected_tensors
 from kvrt.calibration_parts import books_of
+from kvrt.errors import KvrtError
 from kvrt.kvstore import Geometry
 from tests.helpers.codecs import scattered_order
 
@@ -75,3 +78,13 @@ def rewrite(path: Path, tensors: Mapping[str, np.ndarray], **header: str | None)
         old: dict[str, str] = file.metadata()
     new = {key: value for key, value in (old | header).items() if value is not None}
     save_file(dict(tensors), path, metadata=new)
+
+
+def assert_refused(kind: type[KvrtError], path: Path, said: str) -> None:
+    """Opening fails with just this class and one line that names the file."""
+    with pytest.raises(KvrtError) as caught:
+        Calibration.open(path)
+    assert type(caught.value) is kind
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ") and "\n" not in message
+    assert re.search(said, message), message

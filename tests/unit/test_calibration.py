@@ -18,7 +18,7 @@ from kvrt.config import ModelConfig
 from kvrt.errors import KvrtError, StorageError, UnsupportedError, UsageError
 from kvrt.fingerprint import model_fingerprint
 from kvrt.kvstore import Geometry, KVSpec
-from tests.helpers.calibrations import MODEL, calibration_by_hand, rewrite
+from tests.helpers.calibrations import MODEL, assert_refused, calibration_by_hand, rewrite
 from tests.helpers.tiny_model import write_tiny_model
 
 GEOMETRY = Geometry(2, 2, 16)
@@ -35,16 +35,6 @@ def path(made: Calibration, tmp_path: Path) -> Path:
     result = tmp_path / "made.safetensors"
     made.save(result)
     return result
-
-
-def refused(kind: type[KvrtError], path: Path, said: str) -> None:
-    """Opening fails with just this class and one line that names the file."""
-    with pytest.raises(KvrtError) as caught:
-        Calibration.open(path)
-    assert type(caught.value) is kind
-    message = str(caught.value)
-    assert message.startswith(f"{path}: ") and "\n" not in message
-    assert re.search(said, message), message
 
 
 # --- the file ---
@@ -101,26 +91,30 @@ def test_the_fingerprint_is_of_names_and_shapes_too_but_not_of_the_order(made: C
 
 
 def test_no_file(tmp_path: Path) -> None:
-    refused(UsageError, tmp_path / "none", "no such file, expected a calibration")
+    assert_refused(UsageError, tmp_path / "none", "no such file, expected a calibration")
 
 
 def test_an_empty_file(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
-    refused(StorageError, tmp_path / "empty", "empty, expected a file made by `kvrt calibrate`")
+    assert_refused(
+        StorageError, tmp_path / "empty", "empty, expected a file made by `kvrt calibrate`"
+    )
 
 
 def test_a_folder(tmp_path: Path) -> None:
-    refused(StorageError, tmp_path, "no calibration, expected a file made by `kvrt calibrate`")
+    assert_refused(
+        StorageError, tmp_path, "no calibration, expected a file made by `kvrt calibrate`"
+    )
 
 
 def test_a_path_through_a_file(path: Path) -> None:
-    refused(StorageError, path / "below", "ot a directory")
+    assert_refused(StorageError, path / "below", "ot a directory")
 
 
 @pytest.mark.parametrize("keep", [1, 8, 100, -1])
 def test_a_truncated_file(path: Path, keep: int) -> None:
     path.write_bytes(path.read_bytes()[:keep])
-    refused(StorageError, path, "damaged, or no calibration: ")
+    assert_refused(StorageError, path, "damaged, or no calibration: ")
 
 
 @pytest.mark.parametrize(
@@ -128,21 +122,23 @@ def test_a_truncated_file(path: Path, keep: int) -> None:
 )
 def test_a_file_that_is_no_safetensors(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "text").write_bytes(data)
-    refused(StorageError, tmp_path / "text", "no calibration")
+    assert_refused(StorageError, tmp_path / "text", "no calibration")
 
 
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
 def test_a_safetensors_file_of_something_else(tmp_path: Path, metadata: Any) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"x": np.zeros(3, np.float32)}, path, metadata=metadata)
-    refused(StorageError, path, "safetensors, but no calibration; `kvrt calibrate` makes one")
+    assert_refused(
+        StorageError, path, "safetensors, but no calibration; `kvrt calibrate` makes one"
+    )
 
 
 @pytest.mark.parametrize(("version", "shown"), [("3", "3"), ("0", "0"), (None, "None|null")])
 def test_another_version(made: Calibration, path: Path, version: str | None, shown: str) -> None:
     rewrite(path, made.tensors, version=version)
     said = f"of version '?\"?({shown}).*reads 1 and 2; make it again with `kvrt"
-    refused(UnsupportedError, path, said)
+    assert_refused(UnsupportedError, path, said)
 
 
 @pytest.mark.parametrize(
@@ -155,32 +151,32 @@ def test_another_version(made: Calibration, path: Path, version: str | None, sho
 )  # fmt: skip
 def test_incomplete_metadata(made: Calibration, path: Path, change: dict[str, Any]) -> None:
     rewrite(path, made.tensors, **change)
-    refused(StorageError, path, "damaged, its metadata are incomplete")
+    assert_refused(StorageError, path, "damaged, its metadata are incomplete")
 
 
 def test_a_missing_tensor(made: Calibration, path: Path) -> None:
     tensors = dict(made.tensors)
     del tensors["v.1%.3.levels"]
     rewrite(path, tensors)
-    refused(StorageError, path, r"v\.1%\.3\.levels.* is absent, expected float32 \[2, 8\]")
+    assert_refused(StorageError, path, r"v\.1%\.3\.levels.* is absent, expected float32 \[2, 8\]")
 
 
 def test_a_tensor_too_many(made: Calibration, path: Path) -> None:
     rewrite(path, {**made.tensors, "more": np.zeros(3, np.float32)})
-    refused(StorageError, path, r"more.* is float32 \[3\], expected absent")
+    assert_refused(StorageError, path, r"more.* is float32 \[3\], expected absent")
 
 
 def test_a_tensor_of_another_shape_or_type(made: Calibration, path: Path) -> None:
     low = made.tensors["k.pre.0%.low"]
     rewrite(path, {**made.tensors, "k.pre.0%.low": low.reshape(2, 1, 32)})
-    refused(StorageError, path, r"is float16 \[2, 1, 32\], expected float16 \[2, 2, 16\]")
+    assert_refused(StorageError, path, r"is float16 \[2, 1, 32\], expected float16 \[2, 2, 16\]")
     rewrite(path, {**made.tensors, "k.pre.0%.low": low.astype(np.float32)})
-    refused(StorageError, path, r"is float32 \[2, 2, 16\], expected float16 \[2, 2, 16\]")
+    assert_refused(StorageError, path, r"is float32 \[2, 2, 16\], expected float16 \[2, 2, 16\]")
 
 
 def test_metadata_of_another_geometry(made: Calibration, path: Path) -> None:
     rewrite(path, made.tensors, num_layers="3")
-    refused(StorageError, path, r"is float32 \[2, 2, 16\], expected float32 \[3, 2, 16\]")
+    assert_refused(StorageError, path, r"is float32 \[2, 2, 16\], expected float32 \[3, 2, 16\]")
 
 
 @pytest.mark.parametrize("back", [1, 1000, 3000])
@@ -188,7 +184,7 @@ def test_one_flipped_bit(path: Path, back: int) -> None:
     data = bytearray(path.read_bytes())
     data[-back] ^= 1
     path.write_bytes(data)
-    refused(StorageError, path, "damaged, the tensors are not those it was written with")
+    assert_refused(StorageError, path, "damaged, the tensors are not those it was written with")
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
@@ -196,7 +192,7 @@ def test_numbers_that_are_not_finite(made: Calibration, path: Path, number: floa
     tensors = {name: tensor.copy() for name, tensor in made.tensors.items()}
     tensors["v.0%.2.levels"][1, 3] = number
     Calibration(made.origin, tensors).save(path)
-    refused(StorageError, path, "holds numbers that are not finite")
+    assert_refused(StorageError, path, "holds numbers that are not finite")
 
 
 def test_a_calibration_of_the_model_is_taken(path: Path) -> None:
