@@ -12,7 +12,7 @@ import click
 
 from ..errors import UsageError
 from ..lookup_text import lookup_text
-from ..paths import storage_error
+from ..paths import check_replaceable, storage_error
 from .console import emit, emit_json, format_bytes, note, read_text_file, user_path
 from .device_options import common_options
 from .options import ModelChoice, open_model
@@ -94,6 +94,7 @@ def command(
     if target.is_dir():
         raise UsageError(f"-o: {target} is a folder, expected the name of a file")
     try:  # what cannot be written is said before a fit that takes long
+        check_replaceable(target)
         TemporaryFile(dir=target.resolve().parent).close()
     except OSError as error:
         raise storage_error(target, OSError(error.errno, error.strerror)) from error
@@ -113,7 +114,9 @@ def command(
         )
     documents = [loaded.tokenizer.encode(text) for text in contents]
     lookup: list[int] = []
-    if books is not None and not prose:
+    if books is not None and not prose and tokens < 2 * context:
+        note(f"kvrt: one window is read, of {texts[0]}: no made-up text, which takes a second one")
+    elif books is not None and not prose:
         made_up = lookup_text("\n".join(contents), _CHARACTERS * tokens, seed)
         lookup = loaded.tokenizer.encode(made_up)
     digests = [hashlib.sha256(text.encode()).hexdigest() for text in contents]
@@ -154,19 +157,21 @@ def _books(codec: str, seed: int, simvq: bool, even: bool, prose: bool) -> BookO
     from ..calibrate_codebooks import BookOptions
     from ..kvstore import KVSpec
 
-    if codec == "nuq":
+    spec = None
+    if codec != "nuq":
+        try:
+            spec = KVSpec.parse(codec)
+        except UsageError as error:
+            raise UsageError(f"--codec: expected nuq or a cache format: {error}") from None
+        if not spec.calibrated:
+            raise UsageError(
+                f"--codec: {codec!r} needs no calibration; nuq does, and formats such as vq2"
+            )
+    if spec is None or not spec.has_codebooks:
         for flag, given in (("--simvq", simvq), ("--even", even), ("--prose", prose)):
             if given:
-                raise UsageError(f"{flag} is for codebooks, and --codec nuq has none")
+                raise UsageError(f"{flag} is for codebooks, and --codec {codec} has none")
         return None
-    try:
-        spec = KVSpec.parse(codec)
-    except UsageError as error:
-        raise UsageError(f"--codec: expected nuq or a cache format: {error}") from None
-    if not spec.calibrated:
-        raise UsageError(
-            f"--codec: {codec!r} needs no calibration; nuq does, and formats such as vq2"
-        )
     return BookOptions(spec, seed, simvq, weighted=not even)
 
 

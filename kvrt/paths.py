@@ -77,9 +77,11 @@ def storage_errors(path: Path | str) -> Iterator[None]:
 def atomic_write(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None:
     """Write a file under a temporary name, then rename it: readers see the old file or the new.
 
-    Raises StorageError. Nothing is left behind on failure; an old file stays as it was.
+    Raises StorageError. Nothing is left behind on failure; an old file stays as it was, and so does
+    what is no file: a rename would replace a device.
     """
     with storage_errors(path):
+        check_replaceable(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         clean_stale(path)
         temporary = _temporary(path, "tmp")
@@ -94,6 +96,12 @@ def atomic_write(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None
             _remove(temporary)
             raise
         _sync_folder(path.parent)
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise StorageError where `path` is something else than a file, such as /dev/null."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise StorageError(f"{path}: no regular file, expected the name of a file to write")
 
 
 @contextmanager

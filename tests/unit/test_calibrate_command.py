@@ -1,6 +1,7 @@
 """`kvrt calibrate --codec FORMAT` on the command line: what it writes and says, and refuses."""
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -86,8 +87,23 @@ def test_half_is_made_up_unless_prose_is_asked_for(
     assert made[0] == made[1] and len(set(made)) == 3
     assert given[0] == given[1] != given[2] and given[3] == []
     assert len(given[0]) >= 2 * 256  # a token of this model is a byte
-    nuq = ["calibrate", str(folder), "--text", text, "-o", str(tmp_path / "nuq"), *SMALL]
-    assert run(nuq) == 0 and given[4] == []
+    for number, more in enumerate(((), ("--codec", "kvquant2"))):
+        nuq = ["calibrate", str(folder), "--text", text, "-o", str(tmp_path / "nuq"), *SMALL, *more]
+        assert run(nuq) == 0 and given[4 + number] == []
+
+
+def test_one_window_is_of_the_text_and_that_is_said(
+    folder: Path, text: str, tmp_path: Path, capsys: Any
+) -> None:
+    made = []
+    for more in ((), ("--prose",)):
+        path = tmp_path / "out.safetensors"
+        asked = command(folder, text, path, "--codec", PLAIN, "--context", "256", *more)
+        assert run([*asked]) == 0
+        said = f"kvrt: one window is read, of {text}: no made-up text" in capsys.readouterr().err
+        assert said is not bool(more)
+        made.append(Calibration.open(path).fingerprint)
+    assert made[0] == made[1]
 
 
 def test_its_flags_reach_the_trainer(
@@ -111,6 +127,7 @@ def test_its_flags_reach_the_trainer(
         (["--even"], "--even is for codebooks, and --codec nuq has none"),
         (["--prose"], "--prose is for codebooks, and --codec nuq has none"),
         (["--codec", "nuq", "--prose"], "--prose is for codebooks, and --codec nuq has none"),
+        (["--codec", "kvquant2", "--simvq"], "--simvq is for codebooks, and --codec kvquant2 has"),
         (["--codec", PLAIN, "--seed", "-1"], "--seed"),
     ],
 )
@@ -140,6 +157,17 @@ def test_what_the_refusal_says_makes_what_is_missing(
         assert run(talk) == 0
     finally:
         own.unlink()
+
+
+def test_a_device_is_not_written_over(
+    folder: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr("kvrt.cli.calibrate.open_model", lambda *_: pytest.fail("too late"))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert run([*command(folder, text, pipe)]) == 1
+    assert f"kvrt: error: {pipe}: no regular file, expected" in capsys.readouterr().err
+    assert pipe.is_fifo()
 
 
 def test_a_folder_that_cannot_be_written_is_found_before_anything_is_read(

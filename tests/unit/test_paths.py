@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -92,6 +93,18 @@ def test_atomic_write_keeps_the_old_file_when_interrupted(tmp_path):
         paths.atomic_write(path, chunks())
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    link = tmp_path / "link"
+    link.symlink_to(pipe)
+    for path in (pipe, link):
+        with pytest.raises(StorageError, match="no regular file, expected the name of a file"):
+            paths.atomic_write(path, b"new")
+    assert stat.S_ISFIFO(pipe.lstat().st_mode) and link.is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
 
 
 def test_a_folder_under_a_file_is_a_storage_error(tmp_path):
