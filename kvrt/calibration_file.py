@@ -20,7 +20,7 @@ import numpy as np
 
 from .calibration import Calibration, Origin, digest_of, fingerprint_of
 from .calibration_parts import NUQ, Kind, expected_tensors, is_order, part_of, stored_parts
-from .errors import StorageError, UnsupportedError, UsageError
+from .errors import CodecError, StorageError, UnsupportedError, UsageError
 from .fields import shown
 from .kvstore.layout import Geometry
 from .paths import storage_error
@@ -30,6 +30,9 @@ VERSIONS = PLAIN, WITH_BOOKS = "1", "2"
 
 _LIMIT = 1 << 36
 """Bytes of a file; more is no calibration."""
+
+_MOST = 2.0**20
+"""Of scales, their inverses and centres of keys, so that no product of them overflows."""
 
 _DTYPES = {
     "F16": np.dtype(np.float16),
@@ -186,7 +189,7 @@ def _origin(path: Path, header: Mapping[str, str]) -> Origin:
             tuple(str(text) for text in texts),
             int(header["tokens"]),
         )
-    except (KeyError, ValueError, TypeError, RecursionError):
+    except (KeyError, ValueError, TypeError, RecursionError, CodecError):
         raise StorageError(f"{path}: damaged, its metadata are incomplete") from None
 
 
@@ -221,8 +224,10 @@ def _wrong_numbers(name: str, tensor: np.ndarray) -> str:
     """What a tensor holds that it cannot, in words; nothing where all is well."""
     if not all(np.isfinite(layer).all() for layer in tensor):
         return "numbers that are not finite"
-    if name.endswith(".scale") and not (tensor > 0).all():
-        return "numbers that are not above 0"
+    if name.endswith(".scale") and not ((tensor > 1 / _MOST) & (tensor < _MOST)).all():
+        return f"numbers that are not between {1 / _MOST:.0e} and {_MOST:.0e}"
+    if name.endswith(".centre") and not (abs(tensor) < _MOST).all():
+        return f"numbers beyond {_MOST:.0e}"
     if name.endswith(".order") and not is_order(tensor):
         return (
             "an order of channels that cannot be, expected each channel of a head once, in groups "

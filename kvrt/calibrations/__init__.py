@@ -1,11 +1,14 @@
 """Where a model's calibrations are found, and those that come with kvrt.
 
-smollm2.safetensors is of SmolLM2-135M-Instruct as `kvrt pull smollm2` makes it, fitted on State of
-the Union addresses (public domain).
+Those that come with kvrt are of SmolLM2-135M-Instruct as `kvrt pull smollm2` makes it:
+smollm2.safetensors has the tables of nuq, fitted to State of the Union addresses (public domain);
+smollm2-vq.safetensors the codebooks of vq1, vq1.5 and vq2, fitted to 32,768 tokens in windows of
+4,096, half of such addresses and half made up of their words (`lookup_text`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     from ..kvstore import KVSpec
     from ..kvstore.codecs import Nuq, Vq, VqBooks
     from ..kvstore.grammar import Rope
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ class Calibrations:
         self._make_fingerprint = fingerprint
         self._files: dict[Path, CalibrationFile] = {}
         self._read: dict[str, tuple[int, Calibration]] = {}  # of each part: stages, its calibration
+        self._told: set[str] = set()  # parts that the file given has not
 
     def get(self, spec: KVSpec) -> Fitted:
         """What a format needs; each part is opened and checked once.
@@ -77,7 +83,11 @@ class Calibrations:
         missing = [part for part, stages in needed.items() if not self._find(part, stages)]
         if missing:
             raise UnsupportedError(self._advice(spec, missing))
-        return Chosen({part: self._read[part][1] for part in needed})
+        chosen = {part: self._read[part][1] for part in needed}
+        for part, found in chosen.items():
+            if self._given is not None and Path(found.where) != Path(self._given):
+                self._tell(part, found.where)
+        return Chosen(chosen)
 
     @cached_property
     def _normal(self) -> Fitted:
@@ -99,6 +109,15 @@ class Calibrations:
                 self._read[part] = held, file.read([part])
                 return True
         return False
+
+    def _tell(self, part: str, where: str) -> None:
+        """Say once that a part is not from the file given."""
+        if part in self._told:
+            return
+        self._told.add(part)
+        held = part in self._files[Path(self._given or "")].parts
+        lacks = "too few stages of" if held else "no"
+        _log.warning("%s has %s %s: %s is used", self._given, lacks, part, where)
 
     def _candidates(self) -> Iterator[CalibrationFile]:
         """The files to look into, in turn; one of another model is refused, not passed over."""

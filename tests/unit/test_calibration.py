@@ -145,6 +145,7 @@ def test_another_version(made: Calibration, path: Path, version: str | None, sho
     "change",
     [
         {"model": None}, {"model_fingerprint": None}, {"num_layers": None}, {"head_dim": "x"},
+        {"head_dim": "0"}, {"num_layers": "-1"},
         {"num_kv_heads": "2.5"}, {"texts": "[1,"}, {"texts": "3"}, {"tokens": ""},
         {"fingerprint": None},
     ],

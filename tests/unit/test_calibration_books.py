@@ -320,8 +320,11 @@ def test_an_order_that_cannot_be(
         ("k.pq8x256.post.entries", np.nan, "numbers that are not finite"),
         ("v.rvq256.had.entries", np.inf, "numbers that are not finite"),
         ("k.rvq512.pre.centre", np.inf, "numbers that are not finite"),
-        ("k.rvq512.pre.scale", 0.0, "numbers that are not above 0"),
-        ("k.rvq512.pre.scale", -1.0, "numbers that are not above 0"),
+        ("k.rvq512.pre.scale", 0.0, r"numbers that are not between 1e-06 and 1e\+06"),
+        ("k.rvq512.pre.scale", -1.0, "numbers that are not between 1e-06 and"),
+        ("k.rvq512.pre.scale", 1e-41, "numbers that are not between 1e-06 and"),
+        ("k.rvq512.pre.scale", 3e38, "numbers that are not between 1e-06 and"),
+        ("k.rvq512.pre.centre", -3e38, r"numbers beyond 1e\+06"),
     ],
 )
 def test_numbers_that_cannot_be(

@@ -103,6 +103,25 @@ def test_a_missing_part_names_the_command(tiny: Tiny, tmp_path: Path) -> None:
     assert "--codec 'k=nuq2:pre,v=pq8x256:r3,layers[1]=f16' -o" in said
 
 
+def test_what_the_file_given_has_not_is_said_once(
+    tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given, own = tmp_path / "given.safetensors", tiny.folder / "calibration-a.safetensors"
+    tiny.books(given, {"v.rvq256": 1}, 1)
+    tiny.books(own, {"v.rvq256": 2, "v.rvq512": 1}, 2)
+    asked = f"{tmp_path}/./{given.name}"
+    lookup = Calibrations(tiny.folder, asked, tiny.config, lambda: tiny.fingerprint)
+    for spec, said in (
+        ("k=f16,v=rvq1x256", []),
+        ("k=f16,v=rvq1x512", [f"{asked} has no v.rvq512: {own} is used"]),
+        ("k=f16,v=rvq2x256", [f"{asked} has too few stages of v.rvq256: {own} is used"]),
+        ("k=f16,v=rvq1x512", []),
+    ):
+        caplog.clear()
+        lookup.get(KVSpec.parse(spec))
+        assert caplog.messages == said
+
+
 def wrong_weights(tiny: Tiny, path: Path) -> None:
     tiny.books(path, {"v.pq8x256": 1}, 1, model=MODEL)
 
