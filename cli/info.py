@@ -143,10 +143,12 @@ def _about_codebooks(rows: Sequence[dict[str, Any]]) -> list[str]:
         if "smaller_from" not in row:
             continue
         where = [
-            f"never smaller than {name}" if tokens is None else f"than {name} from {tokens:,}"
+            f"never smaller than {name}"
+            if tokens is None
+            else f"smaller than {name} from {tokens:,} tokens on"
             for name, tokens in row["smaller_from"].items()
         ]
-        lines.append(f"{row['spec']}: smaller, codebooks counted, {', '.join(where)} tokens on")
+        lines.append(f"{row['spec']}, codebooks counted: {', '.join(where)}")
     return ["", *lines] if lines else []
 
 
