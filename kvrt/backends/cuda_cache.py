@@ -197,7 +197,7 @@ class CacheKernels:
         """
         count, heads, layers, dim = shape
         shared = books_variant.encode_shared(dim) if whole else 0
-        if shared:
+        if 0 < shared <= self.device.max_shared:
             blocks = heads * -(-count // 2)
             self.device.module("encode_heads.cu", {"HEAD_DIM": dim}).launch(
                 "encode_heads", (blocks, layers), (_THREADS,), *page, count, *source, shared=shared

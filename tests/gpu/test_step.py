@@ -13,6 +13,7 @@ from kvrt.kvstore import Geometry, KVSpec, KVStore
 from kvrt.models.decoder import Decoder
 from kvrt.models.families import expected_tensors, ignored_tensor
 from kvrt.weights import Weights
+from tests.helpers.codecs import FittedTables
 from tests.helpers.tiny_model import write_tiny_model
 from tests.unit.test_step import (  # noqa: F401  collected here, with this file's `backend`
     test_an_interrupted_step_leaves_the_store,
@@ -36,7 +37,10 @@ class Run:
         weights = Weights.open(folder, expected_tensors(config), ignored_tensor)
         self.decoder = Decoder(config, weights, ops)
         geometry = Geometry(config.num_layers, config.num_kv_heads, config.head_dim)
-        self.store = KVStore(geometry, KVSpec.parse(spec), ops, 512, rotary=self.decoder.rotary)
+        self.store = KVStore(
+            geometry, KVSpec.parse(spec), ops, 512, rotary=self.decoder.rotary,
+            calibration=FittedTables(geometry),
+        )  # fmt: skip
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
         """After a prompt, and after each token behind it: (1 + STEPS, vocab_size) f32."""
@@ -55,7 +59,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, np.ndarr
     return folder, config, ids
 
 
-@pytest.mark.parametrize("spec", ["f16", "kvrt4", "k=int4:channel:g64:page,v=int4:token:g32:had"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "f16",
+        "kvrt4",
+        "k=int4:channel:g64:page,v=int4:token:g32:had",
+        "vq2",
+        "k=rvq5x256,v=rvq2x512",
+    ],
+)  # fmt: skip
 def test_the_graph_gives_what_eager_launches_give(
     cuda: CudaOps, model: Any, spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

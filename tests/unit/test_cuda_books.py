@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,6 +161,26 @@ def test_whole_heads_have_the_codes_of_the_cpu(
     spec, tokens = "k=rvq3x512,v=rvq2x256:had,sink=3", random_tokens(200, geometry)
     ours, theirs = sealed(ops, cuda, spec, tokens, geometry, FittedTables(geometry))
     assert ours == theirs
+
+
+def test_whole_heads_are_encoded_without_tensor_cores_where_these_find_no_room(
+    ops: CpuOps, cuda: CudaOps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    geometry, launched = Geometry(1, 2, 64), set()
+    launch, room = cuda._store, books_variant.encode_shared(64)
+
+    def watched(name: str, *more: Any, **options: Any) -> None:
+        launched.add(name)
+        launch(name, *more, **options)
+
+    monkeypatch.setattr(cuda, "_store", watched)
+    for size, without in ((room, False), (room - 1, True)):
+        monkeypatch.setattr(cuda.device, "max_shared", size)
+        launched.clear()
+        spec, tokens = "k=rvq2x256,v=rvq1x256", random_tokens(200, geometry)
+        ours, theirs = sealed(ops, cuda, spec, tokens, geometry, FittedTables(geometry))
+        assert ours == theirs
+        assert ("seal" in launched) is without
 
 
 @pytest.mark.parametrize(("times", "apart"), [(2, 1), (2, 128), (4, 8), (256, 1)])
