@@ -42,34 +42,37 @@ def trainers(results: Path) -> str:
 
 
 def quality(results: Path) -> str:
-    """Perplexity, needles and pairs of each format, through the packed cache."""
-    by_format: dict[str, dict[str, Row]] = {}
+    """Perplexity, needles and pairs of each format and way to fit, through the packed cache."""
+    found: dict[tuple[str, str], dict[tuple[str, str], Row]] = {}
     rows = _rows(results / "codebook_quality.jsonl")
     for row in rows:
-        by_format.setdefault(row["kv"], {})[row["task"]] = row
+        own = found.setdefault((row["kv"], row.get("fitted", "")), {})
+        own[row["task"], row.get("question", "")] = row
     lines = [
-        "| format | bits | rise | KL divergence | needle | pairs |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| format | fitted with | bits | rise | KL divergence | needle | pairs | prompts |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name, own in by_format.items():
-        kld = own.get("kld")
-        cells = ["16", "", ""]
-        if kld is not None:
-            rise = f"{kld['dnll']:+.4f} ± {kld['dnll_se']:.4f}"
-            cells = [f"{kld['bits_per_element']:.4g}", rise, f"{kld['kld']:.4f}"]
-        cells += [f"{own[task]['exact_match']:.0f} %" for task in ("needle", "kvretrieval")]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    first = next(row for row in rows if row["task"] == "needle")
-    share, count = first["exact_match"] / 100, first["samples"]
-    error = 100 * sqrt(share * (1 - share) / count)
-    length = next(row["length"] for row in rows if row["task"] == "kvretrieval")
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"{next(row['text'] for row in rows if row['task'] == 'kld')}; needles in "
-            f"{first['length']:,} tokens and key-value pairs in {length:,}, {count} prompts each, "
-            f"one standard error {error:.0f} points ({first['device']}, commit "
-            f"{first['commit']}).",
-        ]
+    for (name, fitted), own in found.items():
+        kld = own["kld", ""]
+        rise = f"{kld['dnll']:+.4f} ± {kld['dnll_se']:.4f}"
+        cells = [f"{kld['bits_per_element']:.4g}", rise, f"{kld['kld']:.4f}"]
+        for task in ("needle", "kvretrieval"):
+            answers = [own[task, question] for question in ("inside", "after")]
+            cells.append(" / ".join(f"{row['exact_match']:.0f}" for row in answers))
+        cells.append(str(answers[0]["samples"]))
+        lines.append(f"| `{name}` | {fitted and f'`{fitted}`'} | {' | '.join(cells)} |")
+    first = {row["task"]: row for row in reversed(rows)}
+    needle = first["needle"]
+    share = needle["exact_match"] / 100
+    errors = " and ".join(
+        f"{100 * sqrt(share * (1 - share) / count):.0f} points of {count}"
+        for count in sorted({row["samples"] for row in rows if row["task"] == "needle"})
     )
+    devices = sorted({f"{row['device']}, commit {row['commit']}" for row in rows})
+    words = (
+        f"{first['kld']['text']}; needles found in prompts of {needle['length']:,} tokens "
+        f"({needle['text']}) and pairs in {first['kvretrieval']['length']:,}, in %, asked inside "
+        f"the prompt / after it; one standard error is {errors} prompts "
+        f"({'; '.join(devices)})."
+    )
+    return "\n".join([*lines, "", words])
