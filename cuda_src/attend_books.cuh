@@ -1,7 +1,7 @@
 // Pages of product-residual codes: scores are sums of table entries, values are gathered from codebooks.
 //
-// A group of 8 channels has STAGES books of 256 entries; a code is a byte. kvrt/kvstore/codecs/vq.py has the order of
-// bytes: a lane's follow each other in the order in which it wants them here.
+// A group of 8 channels has STAGES books of 256 entries; a code is a byte. kvrt/kvstore/codecs/vq_codes.py has the
+// order of bytes: a lane's follow each other in the order in which it wants them here.
 #pragma once
 #include "attend_softmax.cuh"
 

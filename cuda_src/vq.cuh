@@ -1,4 +1,5 @@
-// Vector-quantised keys and values: sums of codebook entries. Twin of kvrt/kvstore/codecs/vq.py, which has the layouts.
+// Vector-quantised keys and values: sums of codebook entries. Twin of kvrt/kvstore/codecs/vq.py, which has the
+// layout of tables, and vq_codes.py, which has that of codes.
 #pragma once
 #include "codec.cuh"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +15,7 @@ from . import books_variant, cuda_rvq
 from .attend_variant import QUERY_HEADS, chosen
 from .checks import check_attend, check_attend_causal, check_enter, token_of
 from .cpu_math import F16, KINDS
+from .gpu_formats import LOG2_E
 from .ops import PAGE_TOKENS, Array, Norm
 from .view import LENGTHS, TOKEN_ID, TOKEN_IS_SINK, TOKEN_SLOT, Extent, PageView
 
@@ -24,8 +24,6 @@ _THREADS = 256
 
 _PREFILL_ROWS = 128
 """Queries of a block of prefill attention."""
-
-_LOG2_E = math.log2(math.e)
 
 
 class Device(Protocol):
@@ -267,7 +265,7 @@ class CacheKernels:
         kv_heads = view.num_kv_heads
         group = heads // kv_heads
         check_attend(q, view, out)
-        if cuda_rvq.is_rvq(view.settings):
+        if books_variant.whole_heads(view.settings, is_value=False):
             entered, self._entered = self._entered == view.address, 0
             cuda_rvq.attend(self, q, view, scale, window, out, entered)
             return
@@ -280,7 +278,7 @@ class CacheKernels:
         arrivals = self._scratch("arrivals", (rows,), np.int32)
         self.device.module(source, defines).launch(
             "attend", (splits, rows), (defines["WARPS"] * 32,), q, view.address,
-            self._lengths(view.extent), scale * _LOG2_E, group, window or 0, partials, arrivals,
+            self._lengths(view.extent), scale * LOG2_E, group, window or 0, partials, arrivals,
             out, shared=defines["SHARED_BYTES"], overlap=self._entered == view.address,
         )  # fmt: skip
         self._entered = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Protocol
@@ -12,15 +11,13 @@ import numpy as np
 from ..errors import UnsupportedError
 from . import view as place
 from .cpu_math import BF16
-from .gpu_formats import VQ, LayerFormat, check_readable, check_shared
+from .gpu_formats import LOG2_E, LayerFormat, check_readable, check_shared
 from .ops import Array
 from .view import PageView
 
 HEAD_DIMS = (64, 128)
 
 _SIDES = (place.KEY_SIDE, place.VALUE_SIDE)
-
-_LOG2_E = math.log2(math.e)
 
 _HEADS = 4
 """Query heads of a CTA: HEADS of rvq_shape.cuh, as the names below."""
@@ -42,12 +39,6 @@ class Kernels(Protocol):
 
     def _scratch(self, use: str, shape: tuple[int, ...], dtype: Any) -> Array: ...
     def _lengths(self, extent: Any) -> Array: ...
-
-
-def is_rvq(settings: Sequence[int]) -> bool:
-    """Whether both sides of a layer are `rvq`, from its settings (LAYER_SETTINGS,)."""
-    sides = (settings[start : start + place.SIDE_SETTINGS] for start in _SIDES)
-    return all(side[place.CODEC] == VQ and side[place.OWN] == settings[place.DIM] for side in sides)
 
 
 def _blocks(stages: int) -> int:
@@ -153,7 +144,7 @@ def attend(
     pitch = dim * 2 + 64
     module.launch(
         "make_tables", (-(-tasks // _TABLE_WARPS),), (_TABLE_WARPS * 32,), q, view.address,
-        scale * _LOG2_E, group, basis, constants, tables,
+        scale * LOG2_E, group, basis, constants, tables,
         shared=_TABLE_COLUMNS * (2 * pitch + 4), overlap=overlap,
     )  # fmt: skip
     module.launch(

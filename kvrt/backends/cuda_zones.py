@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any
 
@@ -20,14 +19,12 @@ from .checks import (
     check_zone_window,
 )
 from .cuda_cache import CacheKernels
-from .gpu_formats import OWN_SHARED
+from .gpu_formats import LOG2_E, OWN_SHARED
 from .ops import PAGE_TOKENS, Array
 from .view import PageView
 
 _THREADS = 256
 """Of a block of the kernels of zones.cu and received.cu but `value_errors`."""
-
-_LOG2_E = math.log2(math.e)
 
 _FEW_HEADS = 4
 """Query heads of a CTA of attention are counted as so many, or as QUERY_HEADS."""
@@ -135,7 +132,7 @@ class ZoneKernels(CacheKernels):
         arrivals = self._scratch("arrivals", (tiles * kv_heads,), np.int32)
         self.device.module("attend_zones.cu", defines).launch(
             "attend_zones", (blocks, tiles), (defines["TEAMS"] * _TEAM_WARPS * 32,), q,
-            view.address, self._lengths(view.extent), scale * _LOG2_E, group, partials, arrivals,
+            view.address, self._lengths(view.extent), scale * LOG2_E, group, partials, arrivals,
             out, shared=defines["SHARED_BYTES"], overlap=self._entered == view.address,
         )  # fmt: skip
         self._entered = 0
@@ -147,7 +144,7 @@ class ZoneKernels(CacheKernels):
         _check_dim("attention_received", dim)
         for first in range(0, n, _SLICE):
             part = q[first : first + _SLICE]
-            self._receive(part, keys, total - n + first, scale * _LOG2_E, out)
+            self._receive(part, keys, total - n + first, scale * LOG2_E, out)
 
     def _receive(self, q: Array, keys: Array, position: int, scale: float, out: Array) -> None:
         """Add what keys receive from the queries of positions `position`, position + 1, ..."""

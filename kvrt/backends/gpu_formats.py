@@ -6,6 +6,7 @@ where a kernel is chosen.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,9 @@ LARGEST_SHARED = 227 * 1024
 
 OWN_SHARED = 1024
 """Bytes of shared memory of a CTA, at most, that are not dynamic."""
+
+LOG2_E = math.log2(math.e)
+"""Kernels take powers of 2: scores come with this factor."""
 
 
 def check_shared(size: int, shared: int, what: str, advice: str) -> int:
