@@ -12,7 +12,7 @@ import click
 
 from ..errors import UsageError
 from ..lookup_text import lookup_text
-from ..paths import check_replaceable, storage_error
+from ..paths import NOT_REPLACEABLE, is_replaceable, storage_error
 from .console import emit, emit_json, format_bytes, note, read_text_file, user_path
 from .device_options import common_options
 from .options import ModelChoice, open_model
@@ -93,8 +93,10 @@ def command(
         raise UsageError(f"-o: the folder of {target} does not exist")
     if target.is_dir():
         raise UsageError(f"-o: {target} is a folder, expected the name of a file")
-    try:  # what cannot be written is said before a fit that takes long
-        check_replaceable(target)
+    # What cannot be written is said before a fit that takes long.
+    if not is_replaceable(target):
+        raise UsageError(f"-o: {target} is {NOT_REPLACEABLE}")
+    try:
         TemporaryFile(dir=target.resolve().parent).close()
     except OSError as error:
         raise storage_error(target, OSError(error.errno, error.strerror)) from error
@@ -115,7 +117,7 @@ def command(
     documents = [loaded.tokenizer.encode(text) for text in contents]
     lookup: list[int] = []
     if books is not None and not prose and tokens < 2 * context:
-        note(f"kvrt: one window is read, of {texts[0]}: no made-up text, which takes a second one")
+        note("kvrt: one window is read, and it is of the texts: made-up text takes a second one")
     elif books is not None and not prose:
         made_up = lookup_text("\n".join(contents), _CHARACTERS * tokens, seed)
         lookup = loaded.tokenizer.encode(made_up)

@@ -306,9 +306,13 @@ def _session_file(session: str | None) -> Path | None:
     """The path of --session, refused now rather than at the end if it can never be written."""
     if session is None:
         return None
+    from ..paths import NOT_REPLACEABLE, is_replaceable
+
     path = user_path(session, "--session")
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(f"--session: {path} is not a file in an existing folder")
+    if not is_replaceable(path):
+        raise UsageError(f"--session: {path} is {NOT_REPLACEABLE}")
     return path
 
 

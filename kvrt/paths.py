@@ -78,10 +78,12 @@ def atomic_write(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None
     """Write a file under a temporary name, then rename it: readers see the old file or the new.
 
     Raises StorageError. Nothing is left behind on failure; an old file stays as it was, and so does
-    what is no file: a rename would replace a device.
+    what is no file: a rename would replace a device. Of a link the file it leads to is written.
     """
+    if not is_replaceable(path):
+        raise StorageError(f"{path}: {NOT_REPLACEABLE}")
+    path = Path(os.path.realpath(path))
     with storage_errors(path):
-        check_replaceable(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         clean_stale(path)
         temporary = _temporary(path, "tmp")
@@ -98,10 +100,12 @@ def atomic_write(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None
         _sync_folder(path.parent)
 
 
-def check_replaceable(path: Path) -> None:
-    """Raise StorageError where `path` is something else than a file, such as /dev/null."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise StorageError(f"{path}: no regular file, expected the name of a file to write")
+NOT_REPLACEABLE = "no regular file, expected the name of a file to write"
+
+
+def is_replaceable(path: Path) -> bool:
+    """Whether a file can be renamed to `path`, unless it is a folder: not to /dev/null."""
+    return path.is_file() or path.is_dir() or not path.exists()
 
 
 @contextmanager

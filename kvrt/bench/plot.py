@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..paths import atomic_write
+from ..paths import NOT_REPLACEABLE, atomic_write, is_replaceable
 from .axes import (
     bytes_ticks,
     context_place,
@@ -86,6 +86,8 @@ def check_plot(path: Path) -> None:
         raise UsageError(f"--plot {path}: expected a name that ends in .png or .svg")
     if path.is_dir():
         raise UsageError(f"--plot {path}: is a folder, expected the name of a file")
+    if not is_replaceable(path):
+        raise UsageError(f"--plot {path}: {NOT_REPLACEABLE}")
     if not path.parent.is_dir():
         raise UsageError(f"--plot {path}: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK | os.X_OK):

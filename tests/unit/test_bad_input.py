@@ -312,6 +312,15 @@ def test_paths_that_no_file_has(
     assert contents(tmp_path) == before
 
 
+def test_a_conversation_is_not_kept_in_a_pipe(sound: Path, tmp_path: Path, capfd) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    assert run(["chat", "-m", str(sound), "-p", "hi", "--session", str(pipe)]) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err == (
+        f"kvrt: error: --session: {pipe} is no regular file, expected the name of a file to write\n"
+    )
+
+
 @pytest.mark.parametrize("command", ["chat", "generate"])
 def test_invalid_utf8_on_stdin(sound: Path, command: str) -> None:
     done = kvrt(command, "-m", str(sound), input=b"h\xe9llo")

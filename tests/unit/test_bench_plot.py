@@ -1,6 +1,7 @@
 """The pictures of a scan: what their axes say, the file, and the chart in a terminal."""
 
 import math
+import os
 import re
 import subprocess
 import sys
@@ -149,10 +150,12 @@ def test_measured_leaves_out_what_is_not_a_number() -> None:
         ("scan", "expected a name that ends in .png or .svg"),
         ("absent/scan.png", "there is no folder"),
         ("folder.png", "is a folder"),
+        ("pipe.png", "no regular file"),
     ],
 )
 def test_check_plot_refuses_in_one_line(tmp_path: Path, name: str, reason: str) -> None:
     (tmp_path / "folder.png").mkdir()
+    os.mkfifo(tmp_path / "pipe.png")
     with pytest.raises(UsageError, match=re.escape(reason)) as caught:
         check_plot(tmp_path / name)
     assert "\n" not in str(caught.value) and name in str(caught.value)

@@ -107,6 +107,17 @@ def test_what_is_no_file_is_not_replaced(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["link", "pipe"]
 
 
+def test_of_a_link_the_file_it_leads_to_is_written(tmp_path):
+    (tmp_path / "there").mkdir()
+    for name in ("old", "new"):
+        link = tmp_path / name
+        link.symlink_to(tmp_path / "there" / name)
+        paths.atomic_write(link, b"first")
+        paths.atomic_write(link, b"second")
+        assert link.is_symlink() and (tmp_path / "there" / name).read_bytes() == b"second"
+    assert sorted(os.listdir(tmp_path / "there")) == ["new", "old"]
+
+
 def test_a_folder_under_a_file_is_a_storage_error(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StorageError, match="file"):
