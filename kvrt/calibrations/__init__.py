@@ -68,7 +68,7 @@ class Calibrations:
         self._geometry = cache_geometry(config)
         self._make_fingerprint = fingerprint
         self._files: dict[Path, CalibrationFile] = {}
-        self._read: dict[str, tuple[int, Calibration]] = {}  # of each part: stages, its calibration
+        self._read: dict[tuple[str, int], Calibration] = {}  # by part and stages
         self._told: set[str] = set()  # parts that the file given has not
 
     def get(self, spec: KVSpec) -> Fitted:
@@ -80,13 +80,13 @@ class Calibrations:
         if self._given is None and self._folder is None:
             return self._normal
         needed = needed_parts(spec, self._geometry)
-        missing = [part for part, stages in needed.items() if not self._find(part, stages)]
-        if missing:
+        found = {part: self._find(part, stages) for part, stages in needed.items()}
+        if missing := [part for part, one in found.items() if one is None]:
             raise UnsupportedError(self._advice(spec, missing))
-        chosen = {part: self._read[part][1] for part in needed}
-        for part, found in chosen.items():
-            if self._given is not None and Path(found.where) != Path(self._given):
-                self._tell(part, found.where)
+        chosen = {part: one for part, one in found.items() if one is not None}
+        for part, one in chosen.items():
+            if self._given is not None and Path(one.where) != Path(self._given):
+                self._tell(part, one.where)
         return Chosen(chosen)
 
     @cached_property
@@ -99,16 +99,14 @@ class Calibrations:
     def _fingerprint(self) -> str:
         return self._make_fingerprint()
 
-    def _find(self, part: str, stages: int) -> bool:
-        """Whether some file has so many stages of a part, which is read then."""
-        if part in self._read and self._read[part][0] >= stages:
-            return True
-        for file in self._candidates():
-            held = file.parts.get(part)
-            if held is not None and held >= stages:
-                self._read[part] = held, file.read([part])
-                return True
-        return False
+    def _find(self, part: str, stages: int) -> Calibration | None:
+        """A part, of the first file that has so many stages of it."""
+        if (part, stages) not in self._read:
+            for file in self._candidates():
+                if file.parts.get(part, -1) >= stages:
+                    self._read[part, stages] = file.read([part])
+                    break
+        return self._read.get((part, stages))
 
     def _tell(self, part: str, where: str) -> None:
         """Say once that a part is not from the file given."""

@@ -71,7 +71,7 @@ def test_more_stages_are_looked_for_again(tiny: Tiny) -> None:
     tiny.books(tiny.folder / "calibration-a.safetensors", {"v.rvq256": 1}, 2)
     tiny.books(tiny.folder / "calibration-b.safetensors", {"v.rvq256": 3}, 2)
     lookup = Calibrations(tiny.folder, None, tiny.config, lambda: tiny.fingerprint)
-    for stages, name in ((1, "a"), (3, "b"), (2, "b"), (1, "b")):
+    for stages, name in ((1, "a"), (3, "b"), (2, "b"), (1, "a")):
         found = lookup.get(KVSpec.parse(f"k=f16,v=rvq{stages}x256"))
         assert isinstance(found, Chosen)
         assert Path(found.of["v.rvq256"].where).name == f"calibration-{name}.safetensors"
@@ -116,6 +116,7 @@ def test_what_the_file_given_has_not_is_said_once(
         ("k=f16,v=rvq1x512", [f"{asked} has no v.rvq512: {own} is used"]),
         ("k=f16,v=rvq2x256", [f"{asked} has too few stages of v.rvq256: {own} is used"]),
         ("k=f16,v=rvq1x512", []),
+        ("k=f16,v=rvq2x256", []),
     ):
         caplog.clear()
         lookup.get(KVSpec.parse(spec))
