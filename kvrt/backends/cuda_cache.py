@@ -15,7 +15,7 @@ from . import books_variant, cuda_rvq
 from .attend_variant import QUERY_HEADS, chosen
 from .checks import check_attend, check_attend_causal, check_enter, token_of
 from .cpu_math import F16, KINDS
-from .gpu_formats import LOG2_E
+from .gpu_formats import LOG2_E, OWN_SHARED
 from .ops import PAGE_TOKENS, Array, Norm
 from .view import LENGTHS, TOKEN_ID, TOKEN_IS_SINK, TOKEN_SLOT, Extent, PageView
 
@@ -195,7 +195,7 @@ class CacheKernels:
         """
         count, heads, layers, dim = shape
         shared = books_variant.encode_shared(dim) if whole else 0
-        if 0 < shared <= self.device.max_shared:
+        if 0 < shared <= self.device.max_shared - OWN_SHARED:
             blocks = heads * -(-count // 2)
             self.device.module("encode_heads.cu", {"HEAD_DIM": dim}).launch(
                 "encode_heads", (blocks, layers), (_THREADS,), *page, count, *source, shared=shared

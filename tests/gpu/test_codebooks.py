@@ -1,5 +1,7 @@
 """Vector-quantised caches on a GPU: the codes are the CPU's, and attention agrees with its own."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -58,6 +60,14 @@ def test_whole_heads_are_encoded_where_tensor_cores_find_no_room(
     cuda: CudaOps, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_tensor_cores, again = stores("k=rvq4x512,v=rvq2x1024", dim, 600, cuda, cuda)
-    monkeypatch.setattr(books_variant, "encode_shared", lambda dim: cuda.device.max_shared + 1)
+    launched, launch = set(), cuda._store
+
+    def watched(name: str, *more: Any, **options: Any) -> None:
+        launched.add(name)
+        launch(name, *more, **options)
+
+    monkeypatch.setattr(cuda, "_store", watched)
+    monkeypatch.setattr(books_variant, "encode_shared", lambda dim: cuda.device.max_shared)
     (alone,) = stores("k=rvq4x512,v=rvq2x1024", dim, 600, cuda)
+    assert "seal" in launched
     assert page_bytes(alone) == page_bytes(by_tensor_cores) == page_bytes(again)

@@ -12,6 +12,7 @@ from kvrt.backends import books_variant
 from kvrt.backends.attend_variant import chosen
 from kvrt.backends.cpu import CpuOps
 from kvrt.backends.cuda import CudaOps
+from kvrt.backends.gpu_formats import OWN_SHARED
 from kvrt.errors import UnsupportedError
 from kvrt.kvstore import Geometry, KVStore
 from kvrt.kvstore.codecs import Vq, VqBooks
@@ -167,7 +168,7 @@ def test_whole_heads_are_encoded_without_tensor_cores_where_these_find_no_room(
     ops: CpuOps, cuda: CudaOps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     geometry, launched = Geometry(1, 2, 64), set()
-    launch, room = cuda._store, books_variant.encode_shared(64)
+    launch, room = cuda._store, books_variant.encode_shared(64) + OWN_SHARED
 
     def watched(name: str, *more: Any, **options: Any) -> None:
         launched.add(name)
