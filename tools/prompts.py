@@ -2,9 +2,8 @@
 
 Files are outputs of `kvrt eval kld --prompt N --json`, `kvrt eval needle --json` and `kvrt eval
 kvretrieval --json`; what they found is appended to tools/results/prompts.jsonl with where it was
-measured, needles and pairs as one row a format, question and length, of all files together.
-README.md's table is made of them (tools/prompt_tables.py). What codebooks cost is kept with
---results codebook_quality.jsonl.
+measured, needles and pairs as one row a format, question and length. README.md's table is made of
+them (tools/prompt_tables.py). What codebooks cost is kept with --results codebook_quality.jsonl.
 """
 
 import argparse
@@ -48,6 +47,7 @@ def main() -> None:
     parser.add_argument("--text", default="", help="what texts the prompts are of")
     parser.add_argument("--commit", help="what ran, if not this")
     parser.add_argument("--fitted", default="", help="options that codebooks were fitted with")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--results", default=RESULTS.name, help="a file of tools/results")
     arguments = parser.parse_args()
     about = {
@@ -56,12 +56,15 @@ def main() -> None:
     }  # fmt: skip
     if arguments.fitted:
         about["fitted"] = arguments.fitted
-    rows = [row for file in arguments.files for row in json.loads(file.read_text())["rows"]]
-    answers = [row for row in rows if "task" in row]
-    rows = [{"task": "kld", **row} for row in rows if "task" not in row]
+    if arguments.seed:
+        about["seed"] = arguments.seed
     with RESULTS.with_name(arguments.results).open("a") as out:
-        for row in rows + by_length(answers):
-            out.write(json.dumps({**row, **about}) + "\n")
+        for file in arguments.files:
+            rows = json.loads(file.read_text())["rows"]
+            if "task" in rows[0]:
+                rows = by_length(rows)
+            for row in rows:
+                out.write(json.dumps({"task": "kld", **row, **about}) + "\n")
 
 
 if __name__ == "__main__":
