@@ -53,7 +53,6 @@ __all__ = [
     "Fitted",
     "NuqTables",
     "Origin",
-    "Rope",
     "expected_tensors",
     "middle_and_half",
 ]

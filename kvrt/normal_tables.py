@@ -15,9 +15,10 @@ from .calibrate import normal_calibration
 from .kvstore.codecs import Vq, VqBooks
 
 if TYPE_CHECKING:
-    from .calibration import Calibration, NuqTables, Rope
+    from .calibration import Calibration, NuqTables
     from .kvstore import Geometry
     from .kvstore.codecs import Nuq
+    from .kvstore.grammar import Rope
 
 
 class NormalTables:

@@ -15,7 +15,8 @@ from ...backends.view import CODEC, CODES, META, OWN, SHARED, STATE, TABLE
 from ...errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from ...calibration import Fitted, Rope
+    from ...calibration import Fitted
+    from ..grammar import Rope
 
 __all__ = [
     "CODEC", "CODES", "META", "OWN", "SHARED", "STATE", "TABLE",

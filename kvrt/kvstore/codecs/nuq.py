@@ -35,7 +35,8 @@ from . import tiles
 from .base import CODES, META, OWN, TABLE, Packed, Survey
 
 if TYPE_CHECKING:
-    from ...calibration import Fitted, Rope
+    from ...calibration import Fitted
+    from ..grammar import Rope
 
 UNUSED = 0xFFFF
 """Index of a slot that holds no outlier."""

@@ -36,7 +36,8 @@ from . import vq_codes
 from .base import CODES, OWN, TABLE, Packed
 
 if TYPE_CHECKING:
-    from ...calibration import Fitted, Rope
+    from ...calibration import Fitted
+    from ..grammar import Rope
 
 GROUP = 8
 """Channels of a group of `pq`; also channels that one pass of the search takes."""
