@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -22,6 +24,7 @@ _CHARACTERS = 2
 
 if TYPE_CHECKING:
     from ..calibrate_codebooks import BookOptions, BookReport
+    from ..kvstore import KVSpec
 
 
 @click.command("calibrate")
@@ -87,21 +90,12 @@ def command(
         raise UsageError(
             f"MODEL is given twice: {name!r} and with -m; each further text takes a --text"
         )
-    books = _books(codec, seed, simvq, even, prose)
-    target = Path(user_path(output, "-o"))
-    if not target.resolve().parent.is_dir():
-        raise UsageError(f"-o: the folder of {target} does not exist")
-    if target.is_dir():
-        raise UsageError(f"-o: {target} is a folder, expected the name of a file")
-    # What cannot be written is said before a fit that takes long.
-    if not is_replaceable(target):
-        raise UsageError(f"-o: {target} is {NOT_REPLACEABLE}")
-    try:
-        TemporaryFile(dir=target.resolve().parent).close()
-    except OSError as error:
-        raise storage_error(target, OSError(error.errno, error.strerror)) from error
+    spec = _spec(codec)
+    books = _books(spec, codec, seed, simvq, even, prose)
+    target = _target(output, texts)
     if tokens < context:
         raise UsageError(f"--tokens: {tokens:,} are less than one window of {context:,} tokens")
+    from ..generate import cache_geometry
     from ..source import find_source
 
     chosen = name or model
@@ -114,6 +108,8 @@ def command(
             f"--context: {context:,} tokens are beyond this model's context of "
             f"{loaded.max_context:,}"
         )
+    if spec is not None:
+        spec.check(cache_geometry(loaded.config))
     documents = [loaded.tokenizer.encode(text) for text in contents]
     lookup: list[int] = []
     if books is not None and not prose and tokens < 2 * context:
@@ -124,11 +120,7 @@ def command(
     digests = [hashlib.sha256(text.encode()).hexdigest() for text in contents]
 
     from ..calibrate import calibrate
-    from ..generate import cache_geometry
     from .progress import console_progress
-
-    if books is not None:
-        books.spec.check(cache_geometry(loaded.config))
 
     def amount(count: int) -> str:
         return f"{count:,}"
@@ -154,27 +146,58 @@ def command(
         )
 
 
-def _books(codec: str, seed: int, simvq: bool, even: bool, prose: bool) -> BookOptions | None:
-    """What to fit besides, or instead of, the tables of nuq. Raises UsageError."""
-    from ..calibrate_codebooks import BookOptions
+def _target(output: str, texts: Sequence[str]) -> Path:
+    """The file to write; what cannot be written is said before a fit that takes long.
+
+    Raises UsageError, StorageError.
+    """
+    target = Path(user_path(output, "-o"))
+    own = os.path.realpath(target)
+    folder = Path(own).parent
+    if not folder.is_dir():
+        raise UsageError(f"-o: the folder of {target} does not exist")
+    if target.is_dir():
+        raise UsageError(f"-o: {target} is a folder, expected the name of a file")
+    if not is_replaceable(target):
+        raise UsageError(f"-o: {target} is {NOT_REPLACEABLE}")
+    if any(os.path.realpath(user_path(text, "--text")) == own for text in texts):
+        raise UsageError(f"-o: {target} is a --text, expected another name")
+    try:
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise storage_error(target, OSError(error.errno, error.strerror)) from error
+    return target
+
+
+def _spec(codec: str) -> KVSpec | None:
+    """The format that --codec names; None of nuq, all tables of which are fitted. UsageError."""
     from ..kvstore import KVSpec
 
-    spec = None
-    if codec != "nuq":
-        try:
-            spec = KVSpec.parse(codec)
-        except UsageError as error:
-            raise UsageError(f"--codec: expected nuq or a cache format: {error}") from None
-        if not spec.calibrated:
-            raise UsageError(
-                f"--codec: {codec!r} needs no calibration; nuq does, and formats such as vq2"
-            )
-    if spec is None or not spec.has_codebooks:
-        for flag, given in (("--simvq", simvq), ("--even", even), ("--prose", prose)):
-            if given:
-                raise UsageError(f"{flag} is for codebooks, and --codec {codec} has none")
+    if codec == "nuq":
         return None
-    return BookOptions(spec, seed, simvq, weighted=not even)
+    try:
+        spec = KVSpec.parse(codec)
+    except UsageError as error:
+        raise UsageError(f"--codec: expected nuq or a cache format: {error}") from None
+    if not spec.calibrated:
+        raise UsageError(
+            f"--codec: {codec!r} needs no calibration; nuq does, and formats such as vq2"
+        )
+    return spec
+
+
+def _books(
+    spec: KVSpec | None, codec: str, seed: int, simvq: bool, even: bool, prose: bool
+) -> BookOptions | None:
+    """What to fit besides, or instead of, the tables of nuq. Raises UsageError."""
+    from ..calibrate_codebooks import BookOptions
+
+    if spec is not None and spec.has_codebooks:
+        return BookOptions(spec, seed, simvq, weighted=not even)
+    for flag, given in (("--simvq", simvq), ("--even", even), ("--prose", prose)):
+        if given:
+            raise UsageError(f"{flag} is for codebooks, and --codec {codec} has none")
+    return None
 
 
 def _told(report: BookReport) -> str:

@@ -189,7 +189,7 @@ def _origin(path: Path, header: Mapping[str, str]) -> Origin:
             tuple(str(text) for text in texts),
             int(header["tokens"]),
         )
-    except (KeyError, ValueError, TypeError, RecursionError, CodecError):
+    except (KeyError, ValueError, TypeError, OverflowError, RecursionError, CodecError):
         raise StorageError(f"{path}: damaged, its metadata are incomplete") from None
 
 
@@ -205,7 +205,7 @@ def _hashes(
             {str(name): str(digest) for name, digest in digests.items()},
             {str(part): int(seed) for part, seed in seeds.items()},
         )
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
+    except (KeyError, ValueError, TypeError, OverflowError, AttributeError, RecursionError):
         raise StorageError(f"{path}: damaged, its metadata are incomplete") from None
 
 

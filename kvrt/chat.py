@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,7 +134,7 @@ class Chat:
         """
         path, name = Path(path), as_text(self.model.name)
         text = to_json(self.messages, name)
-        if not path.resolve().parent.is_dir():
+        if not Path(os.path.realpath(path)).parent.is_dir():
             raise StorageError(f"{path}: its folder does not exist")
         if is_text(path):
             atomic_write(path, text.encode("utf-8"))

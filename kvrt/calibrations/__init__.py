@@ -152,6 +152,7 @@ class Calibrations:
             )
             name = str(next(free, self._folder / FILE_NAME))
         what = "" if missing == [NUQ] else f" with {', '.join(missing)}"
+        what += "" if self._given is None else f", more than {self._given} has"
         return (
             f"this cache format needs a calibration of this model{what}; "
             f"`kvrt calibrate -m MODEL --text FILE{codec} -o {name}` makes one"

@@ -129,6 +129,7 @@ def test_its_flags_reach_the_trainer(
         (["--codec", "nuq", "--prose"], "--prose is for codebooks, and --codec nuq has none"),
         (["--codec", "kvquant2", "--simvq"], "--simvq is for codebooks, and --codec kvquant2 has"),
         (["--codec", PLAIN, "--seed", "-1"], "--seed"),
+        (["--codec", "k=nuq2,v=nuq2,layers[99]=f16"], "layers[99]"),
     ],
 )
 def test_wrong_requests_are_refused(
@@ -168,6 +169,16 @@ def test_a_device_is_not_written_over(
     assert run([*command(folder, text, pipe)]) == 2
     assert f"kvrt: error: -o: {pipe} is no regular file, expected" in capsys.readouterr().err
     assert pipe.is_fifo()
+
+
+def test_a_text_is_not_written_over(folder: Path, text: str, tmp_path: Path, capsys: Any) -> None:
+    other = tmp_path / "link"
+    other.symlink_to(text)
+    for path in (Path(text), other, Path(text).parent / "." / Path(text).name):
+        assert run([*command(folder, text, path)]) == 2
+        err = capsys.readouterr().err
+        assert f"-o: {path} is a --text, expected another name" in err and err.count("\n") == 1
+    assert Path(text).read_text(encoding="utf-8") == TEXT
 
 
 def test_a_folder_that_cannot_be_written_is_found_before_anything_is_read(

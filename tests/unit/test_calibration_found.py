@@ -101,6 +101,11 @@ def test_a_missing_part_names_the_command(tiny: Tiny, tmp_path: Path) -> None:
     assert f"`{command} -o {second}`" in message("kvquant4")
     said = message("k=nuq2:pre,v=pq8x256:r3,layers[1]=f16")
     assert "--codec 'k=nuq2:pre,v=pq8x256:r3,layers[1]=f16' -o" in said
+    given = tmp_path / "given.safetensors"
+    tiny.books(given, {"v.rvq256": 1}, 1)
+    assert f"with v.rvq256, more than {given} has; `kvrt calibrate" in message(
+        "k=f16,v=rvq2x256", given
+    )
 
 
 def test_what_the_file_given_has_not_is_said_once(
