@@ -87,14 +87,20 @@ def atomic_write(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None
         path.parent.mkdir(parents=True, exist_ok=True)
         clean_stale(path)
         temporary = _temporary(path, "tmp")
+        file = None
         try:
-            with open(temporary, "wb") as file:
-                for chunk in (data,) if isinstance(data, bytes) else data:
-                    file.write(chunk)
-                file.flush()
-                os.fsync(file.fileno())
+            # Not `with`: an interrupt between its last line and its end would leave the file open.
+            file = open(temporary, "wb")  # noqa: SIM115
+            for chunk in (data,) if isinstance(data, bytes) else data:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
             os.replace(temporary, path)
         except BaseException:
+            with suppress(OSError):  # on a full disk it fails again, and is closed all the same
+                if file is not None:
+                    file.close()
             _remove(temporary)
             raise
         _sync_folder(path.parent)

@@ -82,6 +82,23 @@ def test_atomic_write_keeps_the_old_file_when_the_disk_is_full(monkeypatch, tmp_
     assert os.listdir(tmp_path) == ["file"]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="limits of a process are POSIX's")
+def test_atomic_write_leaves_nothing_where_closing_fails_too(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    script = (
+        "import resource, signal, sys; from pathlib import Path\n"
+        "from kvrt import paths; from kvrt.errors import StorageError\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))\n"
+        "try: paths.atomic_write(Path(sys.argv[1]), b'n' * 100)\n"
+        "except StorageError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True)
+    assert done.stdout == f"{path}: File too large\n", done.stderr
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["file"]
+
+
 def test_atomic_write_keeps_the_old_file_when_interrupted(tmp_path):
     def chunks():
         yield b"new"
