@@ -58,12 +58,12 @@ def quality(results: Path) -> str:
         f"|{' --- |' * 10}",
     ]
     for (name, fitted), own in found.items():
-        kld, needle = own["kld", "", 0], own.get(("needle", "inside", 0))
+        kld, needle = own["kld", "", 0], own["needle", "inside", 0]
         cells = [
             f"`{name.removesuffix(EXACT)}`",
             fitted and f"`{fitted}`",
             f"{kld['bits_per_element']:.4g}",
-            f"{needle['cache_bytes'] / 1e6:.1f}" if needle else "",
+            f"{needle['cache_bytes'] / 1e6:.1f}",
             f"{kld['dnll']:+.4f} ± {kld['dnll_se']:.4f}",
             f"{kld['kld']:.4f}",
         ]

@@ -84,9 +84,8 @@ class Calibrations:
         if missing := [part for part, one in found.items() if one is None]:
             raise UnsupportedError(self._advice(spec, missing))
         chosen = {part: one for part, one in found.items() if one is not None}
-        for part, one in chosen.items():
-            if self._given is not None and Path(one.where) != Path(self._given):
-                self._tell(part, one.where)
+        if chosen and self._given is not None:
+            self._tell(self._files[Path(self._given)], chosen)
         return Chosen(chosen)
 
     @cached_property
@@ -108,14 +107,14 @@ class Calibrations:
                     break
         return self._read.get((part, stages))
 
-    def _tell(self, part: str, where: str) -> None:
-        """Say once that a part is not from the file given."""
-        if part in self._told:
-            return
-        self._told.add(part)
-        held = part in self._files[Path(self._given or "")].parts
-        lacks = "too few stages of" if held else "no"
-        _log.warning("%s has %s %s: %s is used", self._given, lacks, part, where)
+    def _tell(self, given: CalibrationFile, chosen: Mapping[str, Calibration]) -> None:
+        """Say once of each part that it is not from the file given."""
+        for part, one in chosen.items():
+            if Path(one.where) == given.path or part in self._told:
+                continue
+            self._told.add(part)
+            lacks = "too few stages of" if part in given.parts else "no"
+            _log.warning("%s has %s %s: %s is used", self._given, lacks, part, one.where)
 
     def _candidates(self) -> Iterator[CalibrationFile]:
         """The files to look into, in turn; one of another model is refused, not passed over."""
